@@ -363,7 +363,7 @@ void Interpreter::arrive(Ranks ranks, int32_t block, int32_t counter, int32_t co
 bool Interpreter::prefetch(Cursor& c) {
   if (c.phase->operation != Operation::kMatmul) return false;
   const Buffer weights = c.phase->weights;
-  const bool layered = kLayered[static_cast<int32_t>(weights)];
+  const bool layered = kLayered >> static_cast<int32_t>(weights) & 1;
   const void* table =
       bound(c.rank, weights, layered ? weights_layer(*c.phase, program_->dims(c.rank), c.layer) : 0);
   if (table == nullptr) return false;

@@ -11,10 +11,15 @@
 #define MK_FN __device__ __forceinline__
 #define MK_UNROLL _Pragma("unroll")
 #define MK_LOOP _Pragma("unroll 1")  // not unrolled
+// MK_UNROLL_n unrolls a loop n times, so that several of its loads from memory are in flight.
+#define MK_UNROLL_4 _Pragma("unroll 4")
+#define MK_UNROLL_2 _Pragma("unroll 2")
 #else
 #define MK_FN inline
 #define MK_UNROLL
 #define MK_LOOP
+#define MK_UNROLL_2
+#define MK_UNROLL_4
 #endif
 
 namespace mk {
@@ -43,25 +48,8 @@ MK_FN int32_t count_bits(uint32_t bits) {
 #endif
 }
 
-MK_FN float bits_to_float(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-#endif
-}
-
-MK_FN uint32_t float_to_bits(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-#endif
-}
+MK_FN float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+MK_FN uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
 MK_FN float low_half(uint32_t pair) { return bits_to_float(pair << 16); }
 MK_FN float high_half(uint32_t pair) { return bits_to_float(pair & 0xFFFF0000u); }

@@ -92,10 +92,8 @@ MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 // Where a page lies in the ring.
 struct Page {
   int slot;
-  // An mbarrier (hardware barrier) counts how often it has completed, and a wait names the parity of
-  // that count. The parity alternates each time the slot is reused. Before a loader fills the page, it
-  // waits for the previous completion of `empty`: by then, no warp needs the slot's previous page.
-  uint32_t parity;
+  uint32_t
+      parity;  // of the phase of the slot's barriers. A loader first waits for `empty` of the phase before
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kRing), n / kRing & 1}; }
 

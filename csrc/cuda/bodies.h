@@ -14,18 +14,13 @@
 namespace mk {
 
 struct Bodies {
-  // Whether the instruction normalises rows: a norm does, and so may a matmul on the CUDA cores (dots.h).
-  MK_FN static bool normed(const Call& c) {
-    return c.task->is(Operation::kNorm) || (uses_dots(*c.dims) && c.phase().norm != Buffer::kNone);
-  }
-
   // Does what an instruction can do before its inputs are written: prefetches the weights of a norm or a
   // router and, in builds for one row, looks up step tables.
   template <class P>
   MK_FN static void prepare(P& p, Call& c) {
     Early& early = c.early;
     early.operation = c.phase().operation;
-    early.normed = normed(c);
+    early.normed = early.operation == Operation::kNorm || (uses_dots(*c.dims) && matmul_of(*c.task).normed());
     early.result = c.phase().result;
     if (kOneRow && early.operation == Operation::kMatmul) {
       p.consumer_sync();  // all warps have left the previous instruction, so this one may use Scratch
@@ -58,14 +53,15 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void work(P& p, const Call& c, Pages& pages) {
     const int32_t* record = c.task->record;
-    const Operation operation = kOneRow ? c.early.operation : c.phase().operation;
-    if (kOneRow ? c.early.normed : normed(c)) {
+    const Operation operation = c.early.operation;
+    if (c.early.normed) {
       norm(p, c);  // the only call, so that the code of `norm` exists only once
     } else if (kOneRow && operation == Operation::kMatmul) {
       copy_row(p, c);
     }
-    // Matmuls and attention are tested first. `here` keeps the compiler from making a slow jump table. The two
-    // kinds of units round differently, so programs compute the same bits only if they have the same Dims.units.
+    // Matmuls and attention are tested first. `here` keeps the compiler from making a slow jump table. The
+    // two kinds of units round differently, so programs compute the same bits only if they have the same
+    // units.
     if (operation == Operation::kMatmul || (kHasExperts && operation == Operation::kExperts)) {
       const Matmul m = matmul_of(*c.task);
       return by_dots(*c.dims, *c.task) ? dots(p, c, m, pages) : gemm<P>(c, m, pages);

@@ -113,7 +113,6 @@ class Controller {
     return next;
   }
 
-  // Writes the description of an instruction, which the other warps read.
   MK_FN void describe(Task& task, const int32_t* record, const Where& where) {
     for (int i = p_.lane(); i < kWords; i += P::kLanes) task.record[i] = record ? record[i] : 0;
     if (p_.lane() == 0) task.where = where;

@@ -66,17 +66,6 @@ MK_FN bool wait_rows(P& p, const Params& params, const Sizes& d, const StepView&
   });
 }
 
-// Adds `count` to counter number `counter` of counter block `block` (a layer's counters) on each of `ranks`.
-// The lanes divide the ranks among themselves.
-template <class P>
-MK_FN void arrive(P& p, const Params& params, const Sizes& d, Ranks ranks, int32_t block, int32_t counter,
-                  int32_t count) {
-  if (!params.synchronise) return;
-  MK_LOOP for (int32_t rank = ranks.begin + p.lane(); rank < ranks.end; rank += P::kLanes)
-      p.signal(params.counters_of(rank) + static_cast<int64_t>(block) * params.counters + counter, count,
-               scope_of(params, d));
-}
-
 // Signals the end of an instruction: adds to the counters that its record's signal words name directly
 // (without the INDEXED bit). The lanes divide the counters and the ranks among themselves. The constructor
 // reads the words early, so that `send` does not have to wait for them.
@@ -117,16 +106,19 @@ class Signals {
 
 // Signals that the output rows of an attention work item, from `row` on, are final. Each row block
 // (group of rows) has one counter, and the function adds `count` to the counter of the item's rows.
-// Signal word 0 of the record names the first counter.
+// Signal word 0 of the record names the first counter. The lanes divide the ranks among themselves.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const Task& task, int32_t row,
                        int32_t count) {
   const int32_t word = task.record[kSignalWord], rank = word_rank(word);
-  if (!(word & kIndexed)) return;
+  if (!(word & kIndexed) || !params.synchronise) return;
   const Ranks ranks = rank == kAllRanks ? all_ranks(d)
                       : rank == kOwner  ? residual_ranks(d, row)
                                         : Ranks{rank, rank + 1};
-  arrive(p, params, d, ranks, task.where.block, word_counter(word) + row / d.row_block, count);
+  const int64_t at =
+      static_cast<int64_t>(task.where.block) * params.counters + word_counter(word) + row / d.row_block;
+  MK_LOOP for (int32_t i = ranks.begin + p.lane(); i < ranks.end; i += P::kLanes)
+      p.signal(params.counters_of(i) + at, count, scope_of(params, d));
 }
 
 }  // namespace mk

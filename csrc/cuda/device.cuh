@@ -178,11 +178,11 @@ class Device {
           "r"(x), "r"(y), "r"(z), "r"(shared_address(from))
           : "memory");
   }
-  MK_DEVICE void commit() {
-    if (lane_ == 0) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  }
   MK_DEVICE void wait_read() {
-    if (lane_ == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    if (lane_ == 0) {
+      asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    }
     __syncwarp();
   }
   MK_DEVICE void wait_stores() {
@@ -320,7 +320,6 @@ class Device {
     if (block_.late[warp_].what && !aborted()) block_.late[warp_].what = nullptr;
   }
 
-  // Waits for one counter, on one lane.
   MK_DEVICE bool wait_counter(const Need& need, Scope scope, const Where& where) {
     uint32_t since = 0;
     while (static_cast<int32_t>(static_cast<uint32_t>(load_acquire(need.value, scope)) - need.target) < 0) {

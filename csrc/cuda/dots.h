@@ -20,9 +20,9 @@ namespace mk {
 
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where one piece of every input row lies, in bytes from `base`, which is the ring or Scratch::rows.
-// `first` is the offset for row 0; each further row is `stride` bytes later. In the ring, offsets from
-// `end` on wrap around to its start. In Scratch, no offset reaches `end`.
+// Where one piece of every input row lies, in bytes from `base`, which is the ring or Scratch::rows: row 0 at
+// `first`, each further row `stride` bytes later. In the ring, offsets from `end` on wrap around to its
+// start.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
@@ -60,31 +60,18 @@ class Dots {
     }
   }
 
-  // Adds up the partial sums of all lanes. Afterwards lane i has the sums of row i.
+  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form pairs, and a pair
+  // divides its rows: each lane keeps half of them, and adds its partner's sums for this half. In the end,
+  // lane i has the total of row i.
+  template <int kMask = P::kLanes / 2>
   MK_FN void reduce(P& p, int rows) {
-    if (rows > 1) return share<P::kLanes / 2>(p, rows);
-    MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) {
-      sum_[0].a += shuffle_xor(sum_[0].a, mask);
-      sum_[0].b += shuffle_xor(sum_[0].b, mask);
-    }
-  }
-  // Returns the sums of a row, after reduce(). On the GPU, the result is valid only on lane `row`,
-  // because lane i has only the sums of row i. A warp with a single lane has the sums of all rows.
-  MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
-
- private:
-  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form pairs, and a
-  // pair divides its rows: each lane keeps half of them, and adds its partner's sums for this half. In
-  // the end, lane i has the total of row i. For a single row, reduce() adds in the same order.
-  template <int kMask>
-  MK_FN void share(P& p, int rows) {
     if constexpr (kMask >= kDotRows) {
       MK_UNROLL for (int r = 0; r < kDotRows; ++r) {
         if (r >= rows) break;
         sum_[r].a += shuffle_xor(sum_[r].a, kMask);
         sum_[r].b += shuffle_xor(sum_[r].b, kMask);
       }
-      share<kMask / 2>(p, rows);
+      reduce<kMask / 2>(p, rows);
     } else if constexpr (kMask > 0) {
       const bool upper = p.lane() & kMask;
       MK_UNROLL for (int r = 0; r < kMask; ++r) {
@@ -93,10 +80,14 @@ class Dots {
         sum_[r].a = (upper ? high.a : low.a) + shuffle_xor(upper ? low.a : high.a, kMask);
         sum_[r].b = (upper ? high.b : low.b) + shuffle_xor(upper ? low.b : high.b, kMask);
       }
-      share<kMask / 2>(p, rows);
+      reduce<kMask / 2>(p, rows);
     }
   }
+  // Returns the sums of a row, after reduce(). On the GPU, the result is valid only on lane `row`. A warp
+  // with a single lane has the sums of all rows.
+  MK_FN Pair at(int row) const { return sum_[P::kLanes == 1 ? row : 0]; }
 
+ private:
   static constexpr int kVectors = kPiece / 8 / P::kLanes;
 
   MK_FN static void multiply(Pair& sum, const Words& first, const Words& second, const Words& in) {
@@ -148,8 +139,8 @@ MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, co
   }
 }
 
-// Stores the results of a QKV projection. A head is normalised by the sum of the squares of all its
-// columns. So a warp keeps its results of a head in registers until it has computed all of them.
+// Stores the results of a QKV projection. A head is normalised by the sum of the squares of all its columns,
+// so a warp keeps its results of such a head in registers.
 template <class P>
 class DotHeads {
  public:
@@ -161,9 +152,8 @@ class DotHeads {
     angle_ = to.angle(row_, column_);
   }
 
-  // Takes the warp's results for the unit of 16 columns that starts at column `unit` of the tile: two
-  // columns, for every row. Normally stores them at once. If the head must be normalised, keeps them until
-  // the head's last unit, and then stores the whole head.
+  // Takes the warp's two columns of the unit that starts at column `unit` of the tile, for every row. Stores
+  // them at once or, if the head must be normalised, with the head's last unit.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     if constexpr (!kHeadNorms) {
@@ -237,7 +227,6 @@ class DotHeads {
   Pair angle_;
 };
 
-// Runs a matmul instruction as dot products, on consumer warp c.warp.
 template <class P, class Pages>
 MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   const int inner = m.phase.inner, rows = m.rows(), cols = m.tile.cols;
@@ -256,7 +245,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   for (int unit = 0; unit < cols; unit += two ? kPieces : 2 * kPieces) {
     const int col = unit + (two ? c.warp : 2 * c.warp);
     sums.clear();
-    if (!kHeadNorms && c.result() == Result::kHeads && col < cols) heads.begin(c, m, unit);
+    if (!kHeadNorms && c.early.result == Result::kHeads && col < cols) heads.begin(c, m, unit);
     int piece = 0;
     do {  // at least once: if the loop might not run, the compiler would clear the sums twice
       if (!kOneRow && page == held) {
@@ -284,7 +273,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
     if (col >= cols) continue;
     sums.reduce(p, rows);
     const Result of_experts = two ? Result::kGated : Result::kNone;
-    switch (uses_dots(*c.dims) ? c.result() : of_experts) {
+    switch (uses_dots(*c.dims) ? c.early.result : of_experts) {
       case Result::kHeads:
         heads.store(p, c, sums, m, unit);
         break;

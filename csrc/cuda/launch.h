@@ -25,22 +25,22 @@ constexpr int32_t kMostCopies = 672;
 static_assert(kMostRanks == kOwner && kMostRanks * kBuffers <= kMostCopies);
 
 struct Params {
-  const Dims* dims;                // [tp]: one Dims per rank, which differ in Dims.rank
-  const Phase* phases;             // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
-  const int32_t* records[4];       // [n][kWords]: instructions of prologue, body, epilogue and queues
-  const int32_t* offsets[4];       // [tp * (workers or queues) + 1]: where a stream or queue begins
-  const int32_t* totals[3];        // [tp][counters]: a counter's signals: first, middle, last block
-  const TensorMap* maps;           // [tp][kBuffers][kMaps]: set only for buffers copied through tensor maps
-  uint64_t mapped;                 // bit b is set if blocks use their own rank's tensor maps of buffer b
-  uint64_t mapped_everywhere;      // bit b is set if blocks use every rank's tensor maps of buffer b
-  const int32_t* step_words;       // the step table
-  int32_t* abort;                  // a value other than 0 makes all warps abort the launch
-  Diagnosis* diagnoses;            // [blocks][warps]: for each warp, the wait in which it was stuck
-  float* sample_scratch;           // [blocks][2][vocab]
-  Interval* trace;                 // [blocks][trace_capacity]
-  int32_t* trace_counts;           // [blocks]: number of intervals, including those beyond trace_capacity
-  uint64_t* clocks;                // [blocks][kClockStamps]
-  uint64_t timeout_ns;             // a wait that lasts longer than this aborts the launch
+  const Dims* dims;            // [tp]: one Dims per rank, which differ in Dims.rank
+  const Phase* phases;         // [tp][kMaxPhases + 1]: each rank's phases, indexed by phase number
+  const int32_t* records[4];   // [n][kWords]: instructions of prologue, body, epilogue and queues
+  const int32_t* offsets[4];   // [tp * (workers or queues) + 1]: where a stream or queue begins
+  const int32_t* totals[3];    // [tp][counters]: a counter's signals: first, middle, last block
+  const TensorMap* maps;       // [tp][kBuffers][kMaps]: set only for buffers copied through tensor maps
+  uint64_t mapped;             // bit b is set if blocks use their own rank's tensor maps of buffer b
+  uint64_t mapped_everywhere;  // bit b is set if blocks use every rank's tensor maps of buffer b
+  const int32_t* step_words;   // the step table
+  int32_t* abort;              // a value other than 0 makes all warps abort the launch
+  Diagnosis* diagnoses;        // [blocks][warps]: for each warp, the wait in which it was stuck
+  float* sample_scratch;       // [blocks][2][vocab]
+  Interval* trace;             // [blocks][trace_capacity]
+  int32_t* trace_counts;       // [blocks]: number of intervals, including those beyond trace_capacity
+  uint64_t* clocks;            // [blocks][kClockStamps]
+  uint64_t timeout_ns;         // a wait that lasts longer than this aborts the launch
   int32_t trace_capacity;
   uint32_t launch;          // number of launches since the counters were zeroed, including this one
   int32_t first_rank;       // the lowest rank that this grid runs

@@ -1,13 +1,6 @@
 // The megakernel: each SM runs one block, which executes its worker's instruction stream from the first to
-// the last instruction. Compile this file, the only one with device code, for sm_90a. -DMK_TRACE=1 makes the
-// kernel record a trace. -DMK_UNITS must equal Dims.units of the programs to run. For the other
-// options see platform.h.
-#ifndef MK_TRACE
-#define MK_TRACE 0
-#endif
-#ifndef MK_UNITS
-#define MK_UNITS 2
-#endif
+// the last instruction. Compile this file, the only one with device code, for sm_90a. With -DMK_TRACE=1,
+// the kernel records a trace; platform.h explains the other options.
 #include "bodies.h"
 #include "device.cuh"
 #include "roles.h"

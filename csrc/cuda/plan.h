@@ -79,22 +79,10 @@ MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer,
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }
 
-// Bit b of the result is set if buffer b has a copy for each layer.
-MK_DIMS_FN constexpr uint64_t layered_buffers() {
-  uint64_t bits = 0;
-  for (int b = 0; b < kBuffers; ++b) bits |= uint64_t{kLayered[b]} << b;
-  return bits;
-}
-constexpr uint64_t kLayeredBuffers = layered_buffers();
-
 // Whether matmuls are computed as dot products on the CUDA cores ("dots") instead of on tensor cores
 // (Dims.units). Device code is compiled for only one of these two cases, host code for both.
-MK_FN bool uses_dots([[maybe_unused]] const Sizes& d) {
-#if defined(MK_UNITS)
-  return MK_UNITS == static_cast<int>(Units::kDots);
-#else
-  return d.units == static_cast<int32_t>(Units::kDots);
-#endif
+MK_FN bool uses_dots(const Sizes& d) {
+  return (kUnits == Units::kCore ? static_cast<Units>(d.units) : kUnits) == Units::kDots;
 }
 
 // Experts are always computed as dot products, also in programs whose matmuls use tensor cores.
@@ -119,7 +107,7 @@ MK_FN Matmul matmul_of(const Task& task) { return {task.phase, operands<Tile>(ta
 
 // Returns the layer whose weights the task uses; 0 if its weight buffer is not divided by layer.
 MK_FN int32_t layer_of_weights(const Sizes& d, const Task& task) {
-  const bool layered = kLayeredBuffers >> static_cast<int32_t>(task.phase.weights) & 1;
+  const bool layered = kLayered >> static_cast<int32_t>(task.phase.weights) & 1;
   return layered ? weight_layer(task.phase, d, task.where.layer) : 0;
 }
 // Returns the index, in the task's weight buffer, of the first matrix that the task uses. A layer has
@@ -200,7 +188,6 @@ MK_FN bool for_chunks(const Sizes& d, const Task& task, Each&& each) {
 // weight pages and then all input rows, so the inputs are loaded again in every lap. Piece p of input row r
 // has number p * rows + r.
 //
-// Returns the number of output columns per unit.
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
 MK_FN int32_t dot_units(const Matmul& m) {
   // A shift replaces the integer division, which would take as long as the work on a page.
@@ -280,7 +267,6 @@ MK_FN bool dot_pages(const Sizes& d, const Task& task, Each&& each) {
   }
 }
 
-// The attention work items of a task are [first_item(), end_item()).
 MK_FN int32_t first_item(const StepView& s, const Task& task) {
   return s.slot_items[operands<Attention>(task.record).slot];
 }
@@ -296,29 +282,27 @@ MK_FN KvBlocks visible_blocks(const StepView& s, int32_t item, int32_t span) {
   return {lower_of(higher_of(begin, first), end), end};
 }
 
-// Returns into how many parts heads are divided. A head of more than kHeadPart elements has two parts, each
-// with kHeadPart elements.
+// A head of more than kHeadPart elements has two parts, each with kHeadPart elements.
 constexpr int kMaxHeadParts = kWide ? 2 : 1;
 // The number of units of an attention item that a block computes at the same time.
 constexpr int kPassUnits = kTogether ? 1 : kConsumerWarps;
 MK_FN int32_t head_parts(const Sizes& d) { return kWide && d.head_dim > kHeadPart ? kMaxHeadParts : 1; }
 
-// Returns the number of units of `rows` query rows of a KV head: one for each tile of kQueryTile pairs (row,
-// query head) and each part of the head.
+// `rows` query rows of a KV head have a unit for each tile of kQueryTile pairs (row, query head) and each
+// part of the head.
 MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
   return ceil_div(rows * d.group_size(), kQueryTile) * head_parts(d);
 }
 
-// Returns the number of pages for one KV block (128 tokens) of a KV head.
+// The number of pages of one KV block (128 tokens) of a KV head.
 MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4 * head_parts(d); }
 
-// Lists the pages of one attention work item. Its work is divided into units, of which each pass
-// processes kPassUnits (attention.h). A pass goes through the KV blocks and, in each block, through the
-// KV heads. For each head, pages of keys come first, then pages of values. Keys [element][token] are
-// split into halves of 64 tokens, and values [token][element] into halves of 64 elements. Each half is a
-// page. If heads have at most kTileInner elements, one page has both halves of the keys, and one page
-// has all values. If heads have several parts, the pages of keys of the first part come first, and then
-// those of the second part; likewise for the values.
+// Lists the pages of one attention work item. Its work is divided into units, of which each pass processes
+// kPassUnits (attention.h). A pass goes through the KV blocks and, in each block, through the KV heads. For
+// each head, pages of keys come first, then pages of values; likewise for each part of a head. Keys
+// [element][token] are split into halves of 64 tokens, and values [token][element] into halves of 64
+// elements. Each half is a page. If heads have at most kTileInner elements, one page has both halves of the
+// keys, and one page has all values.
 //
 // An item without KV blocks to read has one empty page, which becomes full once the item's counters are
 // complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.

@@ -13,17 +13,15 @@
 // alternates.
 //   void init(Barrier&, int arrivals): sets how many arrivals complete a phase; called before
 //     sync_block()
-//   void sync_block(): synchronises all warps of the block, when it begins and, if it is traced, before
-//     it ends
+//   void sync_block(), consumer_sync(): synchronise all warps of the block, or its consumer warps
 //   bool wait(Barrier&, uint32_t parity, const Where&): waits until the phase with that parity has
 //     completed, then acquires. For a new barrier, a wait for parity 1 returns at once. Returns false
 //     after an abort
-//   bool wait(Barrier&, uint32_t parity, const Where&, F idle): calls idle() again and
-//     again, and ends also when idle() returns true. wait_always has this form, too
+//   bool wait(Barrier&, uint32_t parity, const Where&, F idle): calls idle() again and again, and ends also
+//     when idle() returns true. wait_always has this form, too
 //   bool test(Barrier&, uint32_t parity): returns whether the phase has completed, and then acquires.
 //     One lane may call it
-//   bool passed(uint32_t& since, uint32_t ns): returns whether this time has passed since it last
-//     returned true
+//   bool passed(uint32_t& since, uint32_t ns): whether this time has passed since it last returned true
 //   bool wait_always(Barrier&, parity, const Where& = between()): waits also after an abort. Returns
 //     false if the phase is still incomplete long after the abort, when it can no longer complete
 //   void arrive(Barrier&, int count = 1): releases the warp's earlier writes at block scope. The first
@@ -39,13 +37,11 @@
 //     tensor become zero
 //   void load_columns(void* to, const TensorMap&, int piece, int a, int b, int z, Barrier&): loads an
 //     unswizzled box of five dimensions, whose coordinates are 0, piece, a, b and z
-//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z): prefetches that box into
-//     the L2 cache
+//   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z): .. into the L2 cache
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//   void store_tile(const TensorMap&, int x, int y, int z, const void* from), add_tile(..): store a
-//     tile, or add it (float32) to memory
-//   void commit(): groups this warp's stores since the previous commit
-//   void wait_read(): waits until all groups have read their pages
+//   void store_tile(const TensorMap&, int x, int y, int z, const void* from), add_tile(..): store a tile, or
+//     add it (float32) to memory
+//   void wait_read(): waits until all of this warp's stores have read their pages
 //   void wait_stores(): waits until the warp's stores are visible to any thread that sees what it does
 //     next
 //   void fence_async(): orders this warp's ordinary accesses (generic proxy) before later asynchronous
@@ -62,51 +58,45 @@
 //   int arrive_acq_rel(int32_t*): adds 1 with acquire and release, and returns the previous value
 //   bool all(bool): returns whether all lanes pass true
 //   void sync_warp(): makes earlier writes of one lane visible to all lanes
-//   void consumer_sync(): synchronises the consumer warps of the block
 //   bool aborted(): polls whether the launch was aborted
 //
 //   uint64_t now(): returns the time in ticks of the trace, or 0 if kTrace is 0
 //   void trace(const Where&, Role, IntervalKind, uint64_t begin): records an interval that ends now, if
 //     kTrace is not 0
 //
-// How a block ends after an abort. Waits for data return false at once. The warps still go through all
-// instructions that the controller has handed to them, so that they meet at the same barriers, but they do no
-// loads, bulk stores or signals. Then the controller hands over the end of the stream. If a warp or a load
-// never arrives at a barrier, the other warps give up after a time limit and exit.
+// After an abort, waits for data return false at once. The warps still go through all instructions that the
+// controller has handed to them, so that they meet at the same barriers, but do no loads, bulk stores or
+// signals. If a warp or a load never arrives at a barrier, the others exit after a time limit.
 #pragma once
 #include "arithmetic.h"
 #include "launch.h"
 
 namespace mk {
 
-// Whether the build has the code for layers with experts, and for attention sinks, which only models with
-// experts have. Builds without it hand over every instruction faster. -DMK_EXPERTS=1 must be set exactly if
-// Dims.experts of the programs to run is not 0.
-#if defined(MK_EXPERTS)
-constexpr bool kHasExperts = MK_EXPERTS;
-#else
-constexpr bool kHasExperts = true;
+// The options of a build (megakernel/runtime/cuda/compile.py). Without them, as on the CPU, a build has all
+// code, and Dims.units chooses the units of matmuls.
+#ifndef MK_UNITS
+#define MK_UNITS 0
+#define MK_EXPERTS 1
+#define MK_WIDE 1
+#define MK_ABLATION 0
 #endif
+constexpr Units kUnits = static_cast<Units>(MK_UNITS);
+
+// Whether the build has the code for layers with experts, and for attention sinks, which only models with
+// experts have. Builds without it hand over every instruction faster.
+constexpr bool kHasExperts = MK_EXPERTS;
 
 // Whether the build has the code for wide norms and heads: norms over all heads of q and of k, rounding
 // without a norm, heads of more than kHeadPart elements, caps of scores and logits, and scales of heads after
-// RoPE. Few models need this code, and without it the others need fewer registers. -DMK_WIDE=1 must be set if
-// the programs to run need the code (megakernel/runtime/cuda/limits.py).
-#if defined(MK_WIDE)
+// RoPE. Few models need this code, and without it the others need fewer registers.
 constexpr bool kWide = MK_WIDE;
-#else
-constexpr bool kWide = true;
-#endif
 
 // The work that a build for benchmarks leaves out (params.h). The results of such a build are meaningless, so
 // instructions also do not wait for each other's results.
-#if defined(MK_ABLATION)
 constexpr Ablation kAblation = static_cast<Ablation>(MK_ABLATION);
-#else
-constexpr Ablation kAblation = Ablation::kNone;
-#endif
 
-// A build for one row (megakernel/runtime/cuda/compile.py) has the sizes of one model as constants (isa.h).
+// A build for one row has the sizes of one model as constants (isa.h).
 // It has no code for several rows or ranks, or for features that the model does not use.
 #if defined(MK_ONE_ROW)
 constexpr bool kBiases = MK_BIASES, kHeadNorms = MK_HEAD_NORMS;

@@ -135,21 +135,16 @@ class To {
   using Element = uint16_t;
   static constexpr bool kTwo = false;
 
-  MK_FN explicit To(const Call& c) : c_(c), bias_(bias_of(c)) {}
+  MK_FN explicit To(const Call& c) : c_(c), bias_(kBiases ? c.weights<float>(c.phase().bias) : nullptr) {
+    if (is_experts(*c.task) && bias_)
+      bias_ += int64_t{part_of(*c.task).expert} * c.phase().matrices * c.phase().width;
+  }
 
   MK_FN int column(int col) const { return col; }
 
  protected:
   const Call& c_;
-  const float* const bias_;
-
- private:
-  MK_FN static const float* bias_of(const Call& c) {
-    const float* bias = kBiases ? c.weights<float>(c.phase().bias) : nullptr;
-    if (is_experts(*c.task) && bias)
-      bias += int64_t{part_of(*c.task).expert} * c.phase().matrices * c.phase().width;
-    return bias;
-  }
+  const float* bias_;
 };
 
 // Adds the results to the output, which is the residual, or stores them there if the phase says so. An
@@ -171,7 +166,7 @@ class ToResidual : public To {
   }
   MK_FN void store(Row row, int col, float a, float b) const {
     const Pair sums = pair(col, {a, b}, {});
-    c_.result() == Result::kStored ? store_pair(row + col, sums) : add_pair(row + col, sums);
+    c_.early.result == Result::kStored ? store_pair(row + col, sums) : add_pair(row + col, sums);
   }
 };
 
@@ -205,7 +200,7 @@ class ToGated : public To {
   using Row = uint16_t*;
   static constexpr bool kTwo = true;
 
-  MK_FN explicit ToGated(const Call& c) : To(c), gelu_(c.result() == Result::kGeluGated) {}
+  MK_FN explicit ToGated(const Call& c) : To(c), gelu_(c.early.result == Result::kGeluGated) {}
 
   MK_FN Row row(int r) const { return c_.output<uint16_t>(c_.dims->rank) + int64_t{r} * c_.phase().width; }
   MK_FN Pair pair(int col, Pair gate, Pair up) const {

@@ -20,13 +20,7 @@ MK_FN const ExpertPart& part_of(const Task& task) { return operands<ExpertPart>(
 
 // The maximum number of rows of dot products, if each row fits in one piece. A build for tensor cores uses
 // dot products for experts only, with fewer rows, so that its code stays short.
-#if defined(MK_ONE_ROW)
-constexpr int kDotRows = 1;
-#elif defined(MK_UNITS)
-constexpr int kDotRows = MK_UNITS == static_cast<int>(Units::kDots) ? kDotInputPages * kPieces : 8;
-#else
-constexpr int kDotRows = kDotInputPages * kPieces;
-#endif
+constexpr int kDotRows = kOneRow ? 1 : kUnits == Units::kTensor ? 8 : kDotInputPages * kPieces;
 static_assert(kDotRows <= 32, "a warp has one lane, and ExpertPart::chosen one bit, for each row");
 
 // Returns the maximum number of rows that dot products can process if a row has `inner` elements.
@@ -51,7 +45,6 @@ struct Routes {
   MK_FN int32_t at(int32_t row, int32_t place) const {
     return load_int(experts + int64_t{row} * count + place);
   }
-  // Whether the rank has the expert with this number.
   MK_FN bool own(int32_t expert) const {
     return static_cast<uint32_t>(expert) - static_cast<uint32_t>(first) < static_cast<uint32_t>(rank_experts);
   }

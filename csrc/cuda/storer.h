@@ -14,18 +14,17 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
                  const unsigned char* page) {
   const Sizes& d = block.dims;
   const Result result = task.phase.result;
-  const auto map = [&](int32_t rank) -> const TensorMap& { return map_of(params, rank, use.buffer, false); };
-  if (result == Result::kResidual) {
-    use.for_boxes(0, 1, [&](const Box& box) { p.add_tile(map(d.rank), box.x, box.y, use.z, page + box.at); });
-  } else {
-    const Ranks ranks =
-        result == Result::kPartial ? residual_ranks(d, operands<Tile>(task.record).row) : own_rank(d);
-    MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
-      use.for_boxes(0, 1,
-                    [&](const Box& box) { p.store_tile(map(rank), box.x, box.y, use.z, page + box.at); });
-    }
+  const Ranks ranks =
+      result == Result::kPartial ? residual_ranks(d, operands<Tile>(task.record).row) : own_rank(d);
+  MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
+    const TensorMap& map = map_of(params, rank, use.buffer, false);
+    use.for_boxes(0, 1, [&](const Box& box) {
+      if (result == Result::kResidual)
+        p.add_tile(map, box.x, box.y, use.z, page + box.at);
+      else
+        p.store_tile(map, box.x, box.y, use.z, page + box.at);
+    });
   }
-  p.commit();
 }
 
 template <class P>

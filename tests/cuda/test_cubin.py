@@ -82,13 +82,12 @@ EXPERTS = {
     "combine.h": {"LDG.E.128.STRONG.GPU": "results of experts", "STG.E.128": "their sum"},
     "loaders.h": DOTS["loaders.h"],
 }
-WIDE = {"heads_norm.h": {"LDG.E.128.STRONG.GPU": "q and k of this launch", "BAR.SYNC": "their squares over warps"}}
 TABLES = {
     # Llama does not normalise heads.
     "one-row-dots": DOTS | {f: {k: v for k, v in DOTS[f].items() if "head" not in v} for f in ("dots.h", "results.h")},
     **{"tensor": TENSOR, "dots": DOTS},
     **{"experts-tensor": TENSOR | EXPERTS, "experts-dots": DOTS | EXPERTS},
-    **{"wide-tensor": TENSOR | WIDE, "wide-dots": DOTS | WIDE},
+    **{"wide-tensor": TENSOR, "wide-dots": DOTS},
 }
 # The permitted number of instructions that control flow can reach, for each (kind of build, whether it traces). The
 # number is limited because a GPU's instruction caches hold only a part of such long code.

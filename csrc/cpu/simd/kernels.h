@@ -114,7 +114,7 @@ struct Call {
   MK_INLINE T* copy(Buffer buffer, int rank, int32_t of_layer) const {
     const int32_t b = static_cast<int32_t>(buffer);
     return static_cast<T*>(
-        buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered[b] ? of_layer : 0)]);
+        buffers[(int64_t{rank} * kBuffers + b) * dims->layers + (kLayered >> b & 1 ? of_layer : 0)]);
   }
 };
 

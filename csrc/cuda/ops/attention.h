@@ -1,8 +1,7 @@
-// Attention. The step's tables assign work items (some rows, heads and KV blocks of one sequence) to
-// each attention instruction. The query rows of an item that share a KV head are divided into tiles of
-// 16. Each of the eight consumer warps processes one tile at a time, over all KV blocks of the item. In
-// builds for one row, all warps process the same tile. The keys and values arrive in shared-memory pages
-// (plan.h). A warp skips the pages of KV heads that its tile does not use.
+// The step's tables assign work items (some rows, heads and KV blocks of one sequence) to each attention
+// instruction. The query rows of an item that share a KV head are divided into tiles of 16. Each of the eight
+// consumer warps processes one tile at a time, over all KV blocks of the item; in builds for one row, all
+// warps process the same tile. A warp skips the pages of KV heads that its tile does not use.
 //
 // A warp has registers for the results of kHeadPart elements of a head. If heads have two parts, two warps
 // process each tile: both compute all scores, and each computes the results of its own part.
@@ -76,7 +75,7 @@ class AttentionItem {
 
   MK_FN int32_t position(int row) const { return kTogether ? read_.position : s_.positions[row]; }
   MK_FN int parts() const { return head_parts(d_); }
-  // Returns which part of a head this warp computes. Successive warps compute the parts of one tile.
+  // The part of a head that this warp computes. Successive warps compute the parts of one tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
   MK_FN int row() const { return kOneRow ? 0 : s_.item_row[item_]; }
   MK_FN int rows() const { return kOneRow ? 1 : s_.item_rows[item_]; }  // not for padding items
@@ -261,9 +260,8 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // Returns the address of a partial result (m, l and o, softmax.h) of one row, query head and KV block
-  // (range of tokens). `row` and the KV head `head` count from the first of the work item. `group_head`
-  // selects one of the query heads that share the KV head.
+  // Returns the address of a partial result (m, l and o, softmax.h). `row` and the KV head `head` count from
+  // the first of the work item. `group_head` selects one of the query heads that share the KV head.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);
@@ -274,9 +272,8 @@ class AttentionItem {
     return call_.copy<uint16_t>(call_.phase().output, rank) + int64_t{row} * d_.o_cols() + d_.o_first() +
            head * d_.head_dim;
   }
-  // Returns the ranks to which the output of this work item is sent: if `replicated_o` is set, the ranks that
-  // store the residual of its rows, otherwise this rank. All rows of an item are stored on the same ranks, so
-  // it is enough to look up the first row.
+  // Returns the ranks to which this item's output is sent. All its rows are stored on the same ranks, so it
+  // is enough to look up the first row.
   MK_FN Ranks output_ranks() const {
     return d_.replicated_o ? residual_ranks(d_, s_.item_row[item_]) : own_rank(d_);
   }

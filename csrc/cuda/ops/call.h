@@ -46,11 +46,12 @@ struct ItemWork {
   KvBlocks blocks;
 };
 
-// Values that builds for one row look up before the inputs are written, and keep in registers.
+// Values that are looked up before the inputs are written, and kept in registers.
 struct Early {
   Operation operation;
-  bool normed;  // Bodies::normed
+  bool normed;  // whether it normalises rows: a norm does, and so may a matmul on the CUDA cores (dots.h)
   Result result;
+  // Only in builds for one row:
   void* output;            // of a matmul: where its row of results begins
   int32_t position, page;  // of a QKV projection: the row's position and KV page; no page: -1
   int32_t begin, end;      // of attention: its items
@@ -68,7 +69,6 @@ struct Call {
   int32_t warp;   // 0 .. kConsumerWarps - 1
   Early early{};
 
-  MK_FN Result result() const { return kOneRow ? early.result : phase().result; }
   MK_FN const Phase& phase() const { return task->phase; }
 
   // Returns the address of a rank's copy of a buffer. If the buffer has layers, this is the address of

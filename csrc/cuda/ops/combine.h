@@ -32,8 +32,7 @@ MK_FN void combine(P& p, const Call& call, const Run& op) {
           store_words(call.copy<uint16_t>(phase.output, rank) + at, pack_eight(sum));
     } else {
       float* x = call.at<float>(phase.output) + int64_t{r} * d.hidden + k;
-      const Eight before = load_eight(x);
-      MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += before.v[e];
+      sum += load_eight(x);
       store_eight(x, sum);
     }
   }

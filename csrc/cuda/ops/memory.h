@@ -3,15 +3,6 @@
 #pragma once
 #include "../arithmetic.h"
 
-// MK_UNROLL_n unrolls a loop n times, so that several of its loads from memory are in flight.
-#if defined(__CUDACC__)
-#define MK_UNROLL_4 _Pragma("unroll 4")
-#define MK_UNROLL_2 _Pragma("unroll 2")
-#else
-#define MK_UNROLL_2
-#define MK_UNROLL_4
-#endif
-
 namespace mk {
 
 // 16 bytes of data: four float32 values or eight bf16 values.
@@ -101,6 +92,8 @@ MK_FN void store_pair(uint16_t* to, const Pair& value) { store_pair(to, value.a,
 // Eight consecutive elements of a row as float32; the first index is a multiple of eight.
 struct Eight {
   float v[8];
+
+  MK_FN void operator+=(const Eight& other) { MK_UNROLL for (int i = 0; i < 8; ++i) v[i] += other.v[i]; }
 };
 
 MK_FN Eight as_eight(const Words& first, const Words& second) {

@@ -4,15 +4,14 @@
 // loads those of the next row while the warps add up the sum of squares.
 #pragma once
 #include "../../common/index.h"
+#include "../results.h"
 #include "call.h"
-#include "heads_norm.h"
 #include "memory.h"
 
 namespace mk {
 
 // How many groups of eight columns a lane keeps in registers. With 256 lanes, this covers rows of 8,192
-// columns. The remaining columns of a longer row are read twice: first for the sum of squares, then for the
-// result.
+// columns. Further columns are read twice: for the sum of squares, then for the result.
 constexpr int kNormHeld = lower_of(4, ceil_div(kMostHidden, 8 * 32 * kConsumerWarps));
 
 // Returns the buffer with the norm's weights, for a norm phase or for a matmul that normalises its inputs.
@@ -123,9 +122,8 @@ class Norm {
   MK_FN void add(int row, const float* x, float scale) const {
     float* residual = call_.at<float>(call_.phase().output) + int64_t{row} * width_;
     MK_LOOP for (int k = first_; k < width_; k += kStep) {
-      const Eight y = times(load_eight(x + k), scale, read_eight(weight_ + k));
       Eight sum = load_eight(residual + k);
-      MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += y.v[e];
+      sum += times(load_eight(x + k), scale, read_eight(weight_ + k));
       store_eight(residual + k, sum);
     }
   }
@@ -149,6 +147,48 @@ MK_FN void prefetch_norm(P& p, const Call& call) {
     prefetch(weights + k);
 }
 
+// Some models apply a norm to all heads of q together, and another to all heads of k, after the QKV
+// projection. Each row of the inputs has q, k and v of all heads. Stores this rank's heads as a QKV
+// projection does. All consumer warps work on one row at a time.
+template <class P>
+MK_FN void norm_heads(P& p, const Call& call, const Run& op) {
+  const Sizes& d = *call.dims;
+  const int q_end = d.heads * d.head_dim, kv = d.kv_heads * d.head_dim, k_end = q_end + kv;
+  const int own_k = d.q_cols(), own_v = own_k + d.kv_cols(), first_kv = d.first_kv_head() * d.head_dim;
+  const int first = 8 * (call.warp * P::kLanes + p.lane()), step = 8 * kConsumerWarps * P::kLanes;
+  const float* weights = call.weights<float>(call.phase().weights);
+  const ToHeads to(call);
+  Team<P> team(p, call);
+  MK_LOOP for (int r = op.row; r < op.row + op.rows; ++r) {
+    const float* x = call.at<float>(call.phase().inputs) + int64_t{r} * (k_end + kv);
+    // Each lane adds its columns in ascending order, so that the sums always have the same bits.
+    float q_squares = 0.0f, k_squares = 0.0f;
+    MK_LOOP for (int at = first; at < k_end; at += step) {
+      const Eight v = load_eight(x + at);
+      float squares = 0.0f;
+      MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e];
+      (at < q_end ? q_squares : k_squares) += squares;
+    }
+    const auto factor = [&](float squares, int n) {
+      return one_over_root(team.sum(squares) / static_cast<float>(n) + d.rms_eps);
+    };
+    const float q_factor = factor(q_squares, q_end), k_factor = factor(k_squares, kv);
+    ToHeads::Row row = to.row(r);
+    MK_LOOP for (int col = first; col < d.qkv_cols(); col += step) {
+      // The column of the inputs. Groups of eight columns never cross heads.
+      const int at = col < own_k   ? col + d.first_head() * d.head_dim
+                     : col < own_v ? col - own_k + q_end + first_kv
+                                   : col - own_v + k_end + first_kv;
+      const Eight v = load_eight(x + at);
+      row.norm = at < q_end ? q_factor : k_factor;
+      MK_UNROLL for (int e = 0; e < 8; e += 2) {
+        const Pair w = at < k_end ? *reinterpret_cast<const Pair*>(weights + at + e) : Pair{1, 1};
+        to.store(row, to.column(col + e), v.v[e] * w.a, v.v[e + 1] * w.b);
+      }
+    }
+  }
+}
+
 // Rounds the rows of a norm phase without weights, and stores them on every rank that needs them.
 template <class P>
 MK_FN void round_rows(P& p, const Call& call, const Run& op) {
@@ -164,7 +204,6 @@ MK_FN void round_rows(P& p, const Call& call, const Run& op) {
   }
 }
 
-// Normalises the rows of a norm phase, or the input rows of a matmul with a norm.
 template <class P>
 MK_FN void norm(P& p, const Call& call) {
   const Run& op = operands<Run>(call.task->record);

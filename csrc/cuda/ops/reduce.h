@@ -12,7 +12,6 @@ template <class P>
 MK_FN void reduce(P& p, const Call& call, const Tile& op) {
   const Sizes& d = *call.dims;
   const Phase& phase = call.phase();
-  const int ranks = phase.ranks;
   const float* bias = call.weights<float>(phase.bias);
   const uint16_t* partials = call.at<uint16_t>(phase.inputs);
   const int64_t slot = int64_t{d.own_rows()} * d.hidden;
@@ -24,15 +23,9 @@ MK_FN void reduce(P& p, const Call& call, const Tile& op) {
     const Eight before = phase.result == Result::kStored ? Eight{} : load_eight(x);
     const uint16_t* partial = partials + int64_t{d.reduce_place(r)} * d.hidden + k;
     Eight sum = load_eight(partial);
-    MK_UNROLL_4 for (int rank = 1; rank < ranks; ++rank) {
-      const Eight more = load_eight(partial + rank * slot);
-      MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += more.v[e];
-    }
-    if (bias) {
-      const Eight b = read_eight(bias + k);
-      MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += b.v[e];
-    }
-    MK_UNROLL for (int e = 0; e < 8; ++e) sum.v[e] += before.v[e];
+    MK_UNROLL_4 for (int rank = 1; rank < phase.ranks; ++rank) sum += load_eight(partial + rank * slot);
+    if (bias) sum += read_eight(bias + k);
+    sum += before;
     store_eight(x, sum);
   }
 }

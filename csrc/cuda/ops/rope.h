@@ -4,14 +4,10 @@
 
 namespace mk {
 
-struct CosSin {
-  float cos, sin;
-};
-
 // Returns the cosine and sine of an angle from 0 to about 2^30. The angle is reduced to at most pi/4 in
 // magnitude. The cosine and the sine are then computed as Taylor series in double, which is exact enough for
 // float32.
-MK_FN CosSin cos_sin(float angle) {
+MK_FN Pair cos_sin(float angle) {
   constexpr double kQuarters = 0.63661977236758134308;  // quarter turns in a radian
   constexpr double kQuarter = 1.57079632679489655800, kQuarterRest = 6.12323399573676603587e-17;
   const int quadrant = static_cast<int>(angle * kQuarters + 0.5);
@@ -39,10 +35,8 @@ MK_FN void rope(P& p, const Call& call, const Run& op) {
   for (int r = op.row + call.warp; r < op.row + op.rows; r += kConsumerWarps) {
     const float position = static_cast<float>(call.step->positions[r]);
     for (int i = p.lane(); i < d.head_dim / 2; i += P::kLanes) {
-      const CosSin angle = cos_sin(position * inv_freq[i]);
-      float* pair = out + int64_t{r} * d.head_dim + 2 * i;
-      pair[0] = factors[i] * angle.cos;
-      pair[1] = factors[i] * angle.sin;
+      const Pair angle = cos_sin(position * inv_freq[i]);
+      store_pair(out + int64_t{r} * d.head_dim + 2 * i, {factors[i] * angle.a, factors[i] * angle.b});
     }
   }
 }

@@ -345,9 +345,8 @@ class Sampler {
     }
   }
 
-  // Adds the logit biases of row i. The row's list of (token id, bias) pairs may contain several pairs for a
-  // token. The thread that processes the first of these pairs adds all of the token's biases, in the order of
-  // the list.
+  // Adds the logit biases of row i. A token may have several pairs (token id, bias) in the row's list. The
+  // thread that processes the first of them adds all of the token's biases, in the order of the list.
   MK_FN void add_bias(int i) {
     const StepView& s = *call_.step;
     const int end = s.bias_end[i];

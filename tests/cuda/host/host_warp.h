@@ -172,7 +172,6 @@ class HostWarp {
   void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
     add_box(host_map(map), {{x, y, z}}, from);
   }
-  void commit() {}
   void wait_read() {}
   void wait_stores() {}
   void fence_pages() {}
