@@ -56,17 +56,15 @@ FAR = 383  # cycles of an access to the L2 cache: `paths.l2_trip` of the machine
 
 class Once(NamedTuple):
     """A path that an instruction takes once: its cycles with the waits for shared memory and arithmetic, the lines of
-    the instruction cache that hold it, and the accesses to the L2 cache that depend on one another."""
+    the instruction cache that hold it, the accesses to L2 that depend on one another, and its machine instructions."""
 
     cycles: float
     lines: int
     trips: float
+    instructions: int = 0
 
     def __add__(self, other: tuple[float, ...]) -> Once:  # type: ignore[override]
         return Once(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def total(self) -> float:
-        return self.cycles + self.trips * FAR
 
     def __sub__(self, other: Once) -> Once:
         return Once(*(a - b for a, b in zip(self, other, strict=True)))
@@ -247,8 +245,9 @@ class Paths:
             copying = here & self._at("loaders.h", "p.load_bytes(", "UBLKCP")
             first = self._once(free, copying, here & self._at("plan.h", "piece += kPieces"), ends=free)
             found["input"] = first._replace(cycles=float(self._input_page().stalls))
+        prepared = [self._once(fetched, each, ends=begin) for each in prepares]
         found |= {
-            "prepare": max((self._once(fetched, each, ends=begin) for each in prepares), key=Once.total),
+            "prepare": max(prepared, key=lambda one: one.cycles + one.trips * FAR),
             "start": self._once(begin, *copied, ends=page),
             "start_normed": self._once(begin, sums, rows, ends=page),
             "dots": self._once(page, *products, ends=last),
@@ -270,7 +269,8 @@ class Paths:
         if not path:
             raise MegakernelError("the machine code has no path that an instruction takes once: update this script")
         near = self._code.waited(path, 0, NEAR)
-        return Once(near, self._code.lines(path), self._code.waited(path, FAR, NEAR) / FAR - near / FAR)
+        trips = (self._code.waited(path, FAR, NEAR) - near) / FAR
+        return Once(near, self._code.lines(path), trips, len(path) - 1)
 
     def _arrivals(self, text: str) -> set[int]:
         return self._at("consumer.h", text, "SYNCS")
@@ -443,9 +443,9 @@ def print_paths(name: str, paths: Paths) -> None:
     print(f"{name}: path, instructions, cycles by stalls, cycles of the role")
     for path, floor in paths.all().items():
         print(f"    {path:14} {floor.instructions:6} {floor.stalls:6} {cycles(path, floor):6}")
-    print(f"{name}: path taken once, cycles with waits, lines of code, dependent accesses to L2")
+    print(f"{name}: path taken once, cycles with waits, lines of code, dependent accesses to L2, instructions")
     for path, one in paths.once().items():
-        print(f"    {path:15} {one.cycles:6.0f} {one.lines:6} {one.trips:6.1f}")
+        print(f"    {path:15} {one.cycles:6.0f} {one.lines:6} {one.trips:6.1f} {one.instructions:6}")
 
 
 def main() -> None:
