@@ -11,7 +11,7 @@ namespace mk {
 // system. All warps that access a counter must use the same scope, because the memory model treats accesses
 // with different scopes as a race.
 MK_FN Scope scope_of(const Params& params, const Sizes& d) {
-  return params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
+  return kOneRow || params.ranks == d.tp ? Scope::kGpu : Scope::kSystem;
 }
 
 // Returns the address of a counter, and the value that it must reach in this launch. Counters are not reset

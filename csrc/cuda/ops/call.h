@@ -172,8 +172,8 @@ class Team {
   // Returns the sum of the values of all lanes of all warps. The order of the additions is fixed: first over
   // the lanes of each warp, then over the warps.
   MK_FN float sum(float mine) {
-    const float lanes = reduce_lanes<P>(mine, [](float a, float b) { return a + b; });
-    const uint64_t* warps = gather(float_to_bits(lanes));
+    MK_UNROLL for (int mask = P::kLanes / 2; mask > 0; mask /= 2) mine += shuffle_xor(mine, mask);
+    const uint64_t* warps = gather(float_to_bits(mine));
     float total = 0.0f;
     MK_UNROLL for (int w = 0; w < kConsumerWarps; ++w) total +=
         bits_to_float(static_cast<uint32_t>(warps[w]));

@@ -119,7 +119,7 @@ class Sampler {
       MK_UNROLL for (int j = 0; j < kLoads; j += kGroup) {
         const float before = top;
         MK_UNROLL for (int k = j; k < j + kGroup; ++k) top = fmaxf(top, held.v[k]);
-        sum *= expf(before - top);
+        if (top > before) sum *= expf(before - top);
         MK_UNROLL for (int k = j; k < j + kGroup; ++k) sum += expf(held.v[k] - top);
       }
       if (top > first) {
