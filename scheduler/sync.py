@@ -99,9 +99,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Sync:
-    """The counters of a program. `waits` and `signals` have, for each segment and phase, an array of words [tasks, 8];
-    each word names a counter. `barrier` has the two counters of the barrier at the end of a launch on several ranks.
-    The totals say how many arrivals each counter gets in the first layer, in a middle layer and in the epilogue."""
+    """The counters of a program. `waits` and `signals` have, for each segment (prologue, body, epilogue) and phase, an
+    array of words [tasks, 8]. Each word names a counter. `barrier` has the two counters of the barrier at the end of a
+    launch on several ranks. Totals are a counter's arrivals in the first layer, a middle layer and the epilogue."""
 
     waits: list[list[Words]]
     signals: list[list[Words]]
@@ -162,8 +162,8 @@ class _Graph:
         return Signals(self.groups[g].segment, self.groups[g].tasks, self.groups[g].members, words)
 
     def _kind(self, g: int) -> tuple[int, ...]:
-        """Return the key that a group of tasks shares with its siblings, the same tasks on other ranks: the phase and
-        the row block. Siblings that exchange data with several ranks share one counter."""
+        """Return the key that a group of tasks shares with the same tasks on other ranks, its siblings: the phase and
+        the row block. If siblings exchange data with several ranks, one counter serves all of them."""
         group = self.groups[g]
         return group.segment, group.ordinal, int(group.virtual), group.block
 
@@ -294,9 +294,9 @@ def _final_row_grid(graph: _Graph, first: int) -> tuple[Links, dict[tuple[str, S
 def _groups_done(
     graph: _Graph, final: Mapping[tuple[str, Successors], Target], first: int
 ) -> tuple[Links, dict[int, set[Target]]]:
-    """Let each group of tasks signal counters for which its successors wait. `final` has the counters of the final
-    rows. The second result has, for each group that waits for the previous layer, the counters that the previous layer
-    signals for it."""
+    """Let each group of tasks signal counters for which its successors wait. `final` is the second result of
+    `_final_row_grid`. Return the links and, for each group that waits for groups of the previous layer, the counters
+    that these signal."""
     shared, signals = _Shared(first, final), []
     for producer, group in enumerate(graph.groups):
         within = [shared.target(f"within {group.segment}", to) for to in graph.within.get(producer, ())]

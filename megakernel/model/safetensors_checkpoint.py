@@ -42,7 +42,7 @@ def _read_folder(folder: Path) -> Tensors:
     if single.exists():
         return _read_file(single)
     if not index.exists():
-        raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}: only safetensors are read")
+        raise MegakernelError(f"{folder} holds neither {single.name} nor {index.name}, and other files are not read")
     placed, tensors = shards(index), Tensors()
     for shard in sorted(set(placed.values())):
         more = _read_file(folder / shard)
@@ -59,7 +59,7 @@ def _read_folder(folder: Path) -> Tensors:
 def _read_file(path: Path) -> Tensors:
     data = map_file(path)
     if len(data) < 8 or (length := int(data[:8].view("<u8")[0])) > min(len(data) - 8, _HEADER_LIMIT):
-        raise damaged(path, "it is too short for the header of a safetensors file")
+        raise damaged(path, "it has no complete header of a safetensors file")
     header, start = _header(path, bytes(data[8 : 8 + length])), 8 + length
     entries = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     ranges = [(start + begin, start + end, name) for name, (_, _, (begin, end)) in entries.items()]

@@ -281,7 +281,7 @@ def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
         if tokens.max() >= dims.model.vocab:
             raise MegakernelError(f"token {tokens.max()} is outside the vocabulary of {dims.model.vocab} tokens")
     if len(np.unique(lineup.slot)) != len(chunks):
-        raise MegakernelError("two chunks of a step have the same slot: join them into one chunk")
+        raise MegakernelError("two chunks of a step have the same slot (the same sequence): join them into one chunk")
     table = StepTable(dims)
     for chunk in chunks:
         needed = ceil_div(chunk.start + len(chunk.tokens), dims.bucket.kv_page)

@@ -7,18 +7,19 @@ stream begin in order and end in order, but an event may begin before the previo
 The inputs of a step, the step table, decide which instruction does which part of attention. A proof for all steps
 cannot know this. Two kinds of virtual events represent such work:
 
-item    the attention of one row block and KV-head group, in one layer and on one rank. It begins after the counters
-        that attention instructions name in their indexed wait. When it ends, it signals the counter of its row block,
-        but this signal proves nothing about other items. If several work items divide the KV blocks of a row, only the
-        one that ends last signals, for all of them.
+item    the attention of one row block and KV-head group, in one layer and on one rank. It begins when the counters
+        are complete for which attention instructions wait. When it ends, it signals the counter of its row block. This
+        signal proves only that this item has ended. If instructions divide the KV blocks of a row among themselves,
+        only the instruction that ends last signals, for all of them.
 read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
         counter.
 
 A third kind describes how workers take instructions from a queue. It matters only for the proof that there is no
 deadlock:
 
-begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. The event of the `drain` itself is
-        that the worker leaves it, after the queue's first `end` records (`end` is an operand of the `drain`)."""
+begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. As an event of its own, the
+        `drain` stands for the worker leaving it. Then the queue's first records have been taken; an operand of the
+        `drain`, named `end`, says how many."""
 
 from __future__ import annotations
 

@@ -289,8 +289,8 @@ class Slots:
 
 
 class _Row(NamedTuple):
-    """The rows of a step that get logits: arrays with an element per row, or the values of one row. The fields have the
-    meaning that they have in `Turns` and `Lineup`."""
+    """What is known of the rows of a step that get logits. Each field is an array with an element per row, or in an
+    object for one row, that row's value. `Turns` and `Lineup` explain the fields."""
 
     chunk: Any
     index: Any

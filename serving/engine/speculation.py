@@ -110,11 +110,11 @@ class Lookup:
             ends[pair] = end
 
     def propose(self, count: int) -> tuple[list[int], int]:
-        """Return `count` tokens that followed an earlier occurrence of the last tokens, or none, and the number of
-        last tokens that occurred before them.
+        """Find where the sequence's last tokens occurred before. Return the `count` tokens after them there, and how
+        many of the last tokens are equal.
 
         Several earlier occurrences of the last two tokens are compared, and the one with the most equal tokens before
-        it is used. The result is empty if the last two tokens have not occurred before. If fewer than `count` tokens
+        it is used. If the last two tokens have not occurred before, return no tokens. If fewer than `count` tokens
         follow the occurrence, the following tokens are repeated, as in a text that repeats itself."""
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST_MATCH:

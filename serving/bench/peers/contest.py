@@ -104,7 +104,8 @@ class Contest:
             self._best[phase] = best
 
     def _try(self, phase: Timed, settings: Settings, least: float = math.inf) -> float:
-        """Time one or two runs with `settings`, and return the shorter time in seconds. `least` is the best so far."""
+        """Return the seconds of a run with `settings`. A run that is not much longer than `least`, the shortest so far,
+        is repeated, and the shorter time counts."""
         seconds = self.peer.seconds(phase, settings)
         if seconds < min(_MUCH_LONGER * least, _LONG):
             seconds = min(seconds, self.peer.seconds(phase, settings))
