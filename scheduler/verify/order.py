@@ -17,9 +17,8 @@ read    the read of one logit row in a row block, by a norm of logit rows on one
 A third kind describes how workers take instructions from a queue. It matters only for the proof that there is no
 deadlock:
 
-begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. As an event of its own, the
-        `drain` stands for the worker leaving it. Then the queue's first records have been taken; an operand of the
-        `drain`, named `end`, says how many."""
+begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. The event of the `drain` itself is
+        that the worker leaves it, after as many of the queue's records as its operand named `end` says."""
 
 from __future__ import annotations
 
