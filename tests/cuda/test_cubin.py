@@ -24,7 +24,7 @@ BOTH = {
         "USETMAXREG.TRY_ALLOC": "and taken by those that compute",
     },
     "roles.h": {"UTMACCTL.IV": "tensor maps as the host has left them"},
-    "controller.h": {"SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a slot", "ATOM.E.CAS": "claims from a queue"},
+    "controller.h": {"SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a slot", "ATOMG.E.CAS": "claims from a queue"},
     "loaders.h": {
         "SYNCS.PHASECHK.TRANS64.TRYWAIT": "waiting for a free page",
         "UTMALDG.3D": "bulk loads of tiles",
@@ -83,8 +83,8 @@ EXPERTS = {
     "loaders.h": DOTS["loaders.h"],
 }
 TABLES = {
-    # Llama does not normalise heads.
-    "one-row-dots": DOTS | {f: {k: v for k, v in DOTS[f].items() if "head" not in v} for f in ("dots.h", "results.h")},
+    # Llama does not normalise heads, and one GPU signals no others.
+    "one-row-dots": {f: {k: v for k, v in own.items() if not re.search("head|others", v)} for f, own in DOTS.items()},
     **{"tensor": TENSOR, "dots": DOTS},
     **{"experts-tensor": TENSOR | EXPERTS, "experts-dots": DOTS | EXPERTS},
     **{"wide-tensor": TENSOR, "wide-dots": DOTS},
