@@ -117,11 +117,10 @@ def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
 
 
 def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
-    """Return `own`, which computes norms where the model has them, with the norm option `wanted` or, for auto, the
-    fastest one. If each row of the residual is stored on one rank only, this rank normalises the row and sends the
-    result to all ranks. With enough row blocks, the attention norm then runs at the end of the previous layer, where it
-    overlaps that layer's last matmul. If every rank stores all rows, a matmul with few rows may normalise its own
-    inputs."""
+    """Return the spec `own` with the norm option `wanted` or, for auto, the fastest one. If each row of the residual is
+    stored on one rank only, this rank normalises the row and sends the result to all ranks. With enough row blocks, the
+    attention norm then runs at the end of the previous layer, where it overlaps that layer's last matmul. If every rank
+    stores all rows, a matmul with few rows may normalise its own inputs."""
     dims = own.dims
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     rows = min(dims.bucket.row_block, dims.bucket.tokens)

@@ -41,9 +41,9 @@ class ResultSpec:
     """What a matmul does with t, its products plus the bias.
 
     `meaning`   a description for readers
-    `accesses`  (phase, columns of operands, dims): the regions of buffers that the instructions access besides their
-                inputs
-    `output`    (width, d): the contents of the phase's output if its weights have `width` columns on this rank
+    `accesses`  (phase, columns, dims): returns the regions of buffers that instructions access besides their inputs;
+                `columns` has an array with all instructions' values for each operand
+    `output`    (width, dims): describes the buffer for the output of weights with `width` columns on this rank
     `store`     (context, row, col, *t): stores t, one array [rows, cols] per matrix
     """
 
