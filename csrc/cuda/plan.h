@@ -68,7 +68,7 @@ struct PageUse {
   }
 
  private:
-  // Returns the bytes of one box or piece whose first element is element `column` of a row.
+  // Returns the size in bytes of a box or, with `pieces`, of the piece that begins at element `column`.
   MK_FN uint32_t column_bytes(int32_t column) const {
     return pieces ? static_cast<uint32_t>(lower_of(kPiece, inner - column)) * 2 : kBoxBytes;
   }

@@ -172,7 +172,7 @@ class LLM:
         watched = on_token is not None or on_step is not None
 
         def take(token: Token) -> bool:
-            """Add a token to the text of its choice. Returns whether this ends the last choice of the request."""
+            """Add a token to the text of its choice (completion). Return whether this has ended the whole request."""
             request, choice, transcripts = choices[token.choice]
             transcript = transcripts[choice]
             if transcript.finish_reason is not None:

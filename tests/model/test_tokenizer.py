@@ -159,7 +159,7 @@ def test_folder_without_template_or_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ 7 ** (10 ** 9) }}", "reached its limit of"),
+        ("{{ 7 ** (10 ** 9) }}", "takes more than|needs more than"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.4 s"),
         (
             "{% set ns = namespace(x=messages) %}" + "{% set ns.x = ns.x + ns.x %}" * 40,
