@@ -221,7 +221,7 @@ class _Pieces:
 
 
 def _ends(dims: Dims, line: _Line) -> _Ends:
-    """Return the ends of equal shares, one per slot. An end moves to a near border between parts (KV-head groups)."""
+    """Divide work equally among slots, and return where shares end: at a border of KV-head groups if one is near."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)

@@ -108,7 +108,7 @@ REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # 
 
 
 def replayed(header: bytes | None) -> Replayed | None:
-    """Return the `Replayed` that the value of HEADER asks for, or None without the header or with a wrong key."""
+    """Return how to continue another server's answer, from HEADER's value: None if it is missing or its key wrong."""
     key, _, asked = (header or b"").partition(b" ")
     known = os.environ.get(KEY, "").encode()
     if not known or not hmac.compare_digest(key, known):
