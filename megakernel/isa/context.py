@@ -121,7 +121,8 @@ class Context:
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
     ) -> None:
-        """Store K or V, [tokens, columns], in `columns` of the rank's KV heads. Quantised heads must be complete."""
+        """Store K or V, [tokens, columns]. `columns` number the elements of the rank's KV heads, head after head.
+        If the cache is quantised, they must cover whole heads."""
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
         head, element = np.divmod(columns, d.model.head_dim)
         if not d.model.quantised_kv:

@@ -100,7 +100,7 @@ struct Exponent {
 // no integer stands for 0, and the result is 0 as well.
 constexpr int zero_code(int bits, bool offset) { return offset || bits == 8 ? 0 : 1 << (bits - 1); }
 
-// The quantisation blocks of a panel's 16 columns that begin at the same step along K.
+// For each of a panel's 16 columns, the quantisation block of the same elements along K.
 template <Dtype kDtype, class S, int kBits, int kCount>
 struct PackedBlock {
   using Scales = S;

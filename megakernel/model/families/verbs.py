@@ -101,7 +101,7 @@ def experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Bu
 
 
 def add_experts(name: str, inputs: Buffer, weights: Buffer, output: Buffer) -> Phase:
-    """output[r] += the sum over j of inputs[r, j], computed with `weights`, times the weight of row r's j-th expert"""
+    """output[r] += the sum over j of (inputs[r, j] W^T) g, for row r's j-th expert, which has matrix W and weight g"""
     return Phase(name, Operation.COMBINE, Rows.OWN, weights, inputs, output, Result.RESIDUAL)
 
 
