@@ -173,8 +173,8 @@ class Engine {
     if (w.loaded + 1 == w.headed) {
       w.wait = task.first_wait;
       pass_waits(w);
-      // If the waits are satisfied and the ring has room for all data, it is loaded at once. If the room is
-      // too small, the part that is loaded first (the head) includes inputs.
+      // If the waits are satisfied, inputs are loaded together with weights: all of them if they fit into the
+      // ring, otherwise only the part that fits, the head.
       if (load_inputs(w)) return true;
       if (met(w) && task.ring_bytes > 0) {
         add_reads(w);

@@ -66,7 +66,7 @@ class Naming:
         return parts
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
-        """The tensors that contain the rows of a buffer, in order. NAME[i] is piece i of a tensor (`_with_pieces`)."""
+        """The tensors with the rows of a buffer, in order. NAME[i] is one of the pieces into which an MLP is cut."""
         config, parts = self.config, self._parts(buffer)
         if not (config.experts and weight(buffer).per_expert):
             # Dense layers have no router. So the router of the first layer with experts is read, but not used.

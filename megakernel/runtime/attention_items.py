@@ -236,7 +236,7 @@ def _ends(dims: Dims, line: _Line) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """If partial results lack room, move ends of shares inside the last split parts (KV-head groups) to borders."""
+    """Move ends of shares to borders of KV-head groups where partial results of divided groups would lack room."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])

@@ -131,8 +131,8 @@ def waterfall(
 
 
 def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
-    """Return the seconds that warps need to issue machine instructions, in each interval of `rows` and per launch. The
-    time per launch is that of a worker's busiest kind of warp, as the mean over the busiest rank's workers."""
+    """Return how many seconds the busiest kind of warp needs to issue machine instructions: for each interval (`rows`
+    are their indices), and per launch on the busiest rank, as the mean over that rank's workers."""
     seconds = issue_seconds(resolved)[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may have several intervals
     rank = resolved.rows["rank"][rows[once]]

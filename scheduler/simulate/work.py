@@ -291,7 +291,7 @@ def _paged(
         again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
         idle_s = again * (asking_s + costs.latency_s)
         return computing_s + idle_s, idle_s + again * of_lap
-    # A tile's last results lie in pages of the ring until they are stored, so the next instruction loads behind them.
+    # A tile's last results wait in the ring's pages to be stored, so the next instruction loads into other pages.
     tasks.set(task, ring_bytes=PAGE_BYTES * STEP_PAGES * taken.inputs, output_bytes=PAGE_BYTES * taken.last)
     flops, loaded = tile_work(phase, rows, cols, dims)
     computed = computed_rows(rows).astype(np.float64)

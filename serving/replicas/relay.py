@@ -56,7 +56,7 @@ async def relay(
                     if isinstance(part, Head):
                         head = part
                         if sent and (head.status, head.kind) != (sent.status, sent.kind):
-                            raise _Lost(f"the next replica has other settings, or answers with status {head.status}")
+                            raise _Lost(f"another replica's settings or status ({head.status}) differ")
                         continue
                     rest += part
                     if len(rest) > _MOST_KEPT:
