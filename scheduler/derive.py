@@ -161,7 +161,7 @@ def _groups(part: PhaseTasks, d: Dims) -> list[tuple[int, Index, NDArray[np.int6
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    # A step may select any of the declared rows. Take those in the row block of this group.
+                    # A step may select any row that the instruction declares. Take all rows of this row block.
                     (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked

@@ -30,7 +30,7 @@ F32 = NDArray[np.float32]
 class Rounded(NamedTuple):
     """Rounded activations: `values` [rows, units, UNIT] are integers, `scale` is [rows, units].
 
-    The integers are from -16,256 to 16,256 in WIDE_WORDS words of each unit, and from -127 to 127 in the others."""
+    Of each unit, WIDE_WORDS groups of WORD integers are from -16,256 to 16,256, and the others from -127 to 127."""
 
     values: NDArray[np.int64]
     scale: F32

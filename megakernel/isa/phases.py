@@ -37,7 +37,7 @@ class Phase:
     `bias`         added to the results; None if the model has none
     `norm`         the scales of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
-    `ahead`        usually 0; n if the weights are those of the layer n layers later, or else of the last layer
+    `ahead`        usually 0; n if the weights are those of the layer n layers later (at most of the last layer)
     `weight_bits`  mean bits per weight in memory; None means the compute type's bits
     `number`       the number of the phase in its forward pass (`Forward`), which instructions contain
     """

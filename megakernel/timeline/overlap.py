@@ -107,7 +107,7 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
     """`busy` has the time in which each lane, a worker or a rank, computes. Of the time in which some lane computes,
-    return the fraction in which several lanes do, and for several pairs (layer, phase)."""
+    return the fraction in which several lanes compute and their instructions belong to several (layer, phase) pairs."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
     # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.

@@ -56,7 +56,7 @@ async def relay(
                     if isinstance(part, Head):
                         head = part
                         if sent and (head.status, head.kind) != (sent.status, sent.kind):
-                            raise _Lost(f"another replica's settings or status ({head.status}) differ")
+                            raise _Lost(f"cannot continue on a replica with other settings or status {head.status}")
                         continue
                     rest += part
                     if len(rest) > _MOST_KEPT:

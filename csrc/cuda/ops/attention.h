@@ -86,8 +86,8 @@ class AttentionItem {
   // pages of keys and two of values for each of its parts.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
 
-  // A unit is a tile of 16 query rows with one part of one KV head. Processes up to eight units of the item
-  // at once, one per warp, from number `begin` on. If the warps work together, processes one unit.
+  // A unit is 16 query rows with one KV head, or with a part of a wider one. Processes up to eight units of
+  // the item at once, one per warp, from number `begin` on. If the warps work together, processes one unit.
   MK_FN void run_pass(int begin) {
     const int of_head = this->of_head(), end = lower_of(begin + kPassUnits, units()),
               unit = kTogether ? begin : begin + call_.warp;
