@@ -38,14 +38,14 @@ from megakernel.serving.server.writer import Replay
 
 # Names of the two Ray applications; the front keeps running while replicas are replaced.
 FRONT, REPLICAS = "megakernel", "megakernel-replicas"
-_NO_LIMIT = 1 << 20  # Ray's limit of concurrent requests, in effect none; each replica's server has its own
+_NO_LIMIT = 1 << 20  # so high that Ray never limits concurrent requests; each replica's server has its own limit
 _CONNECT_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 
 
 class Replica:
-    """A Ray actor that runs one server process. Both end together, so a caller that waits for the actor learns that the
-    server has ended."""
+    """A Ray actor that runs one server process. Each ends when the other ends, so calls to the actor fail at
+    once after the server has ended."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._server = ServerProcess(settings, on_end=lambda: os._exit(1))
@@ -53,8 +53,8 @@ class Replica:
     async def answer(
         self, method: str, target: str, headers: Headers, body: bytes, replay: Replay, prefix: list[bytes]
     ) -> AsyncGenerator[Part]:
-        """Pass a request to the server and yield the parts of the answer. The router reads `prefix`, hashes of the
-        beginnings of the prompt, from the arguments. Raises an error if the server can no longer answer any request."""
+        """Pass a request to the server and yield the parts of the answer. `prefix` has hashes of the
+        prompt's beginnings. Only the router uses them. Raises an error if the server can no longer answer requests."""
         async for part in self._server.ask(method, target, headers, body, replay):
             if isinstance(part, Head) and part.status == 503:
                 await self.check_health()
@@ -90,7 +90,7 @@ class PrefixRouter(RequestRouter):
         load = Counter(self._at.values())
         loads = {replica: load[replica] for replica in by_id}
         chosen = choose(pending_request.kwargs["prefix"], self._seen, loads, self._slack)
-        # Count the request at its replica already now: other requests are routed before this one is sent.
+        # Count the request now, because other requests may be routed before this one is sent.
         self._at[request] = chosen
         pending_request.future.add_done_callback(lambda sent: sent.cancelled() and self._at.pop(request, None))
         others = [replica for name, replica in by_id.items() if name != chosen]
@@ -154,8 +154,8 @@ class Front:
 
 
 def join(address: str | None, cpus: int) -> list[Resources]:
-    """Join the cluster at `address`, and return the nodes of the cluster. If `address` is None, a new cluster with
-    `cpus` CPUs of this machine is started, which ends with `leave`."""
+    """Join the cluster at `address`, and return the cluster's nodes. If `address` is None, start a new cluster with
+    `cpus` CPUs of this machine, which the function `leave` ends."""
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=100 << 20, **quiet)

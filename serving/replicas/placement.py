@@ -56,7 +56,7 @@ class Plan:
 
 
 def place(nodes: Sequence[Resources], replicas: int, tp: int, threads: int | None, *, on_gpus: bool) -> Resources:
-    """Return the share of the cluster that each replica gets. If `threads` is None, each replica gets the largest
+    """Return the CPUs and GPUs that each replica gets. If `threads` is None, each replica gets the largest
     number of CPUs with which all replicas fit. On GPUs, it also gets one GPU per rank. Raises MegakernelError if the
     replicas do not fit."""
     gpus = tp if on_gpus else 0

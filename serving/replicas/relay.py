@@ -20,7 +20,7 @@ log = logging.getLogger("ray.serve")
 # A request that crashes every replica must not be tried forever. It fails after this number of attempts in a row that
 # gave the client nothing new. The pauses between them, in seconds, double each time and add up to 51 s.
 _MOST_ATTEMPTS, _FIRST_PAUSE = 10, 0.1
-# Maximum bytes that are kept until they may be sent. 2,048 embeddings of 8,192 values have about 340 million.
+# Maximum bytes of an answer that are held back. 2,048 embeddings of 8,192 values have about 340 million bytes.
 _MOST_KEPT = 1 << 29
 _LOOK_SECONDS = 1.0  # seconds between checks whether any replica runs, while a request waits for an answer
 
@@ -42,9 +42,9 @@ async def relay(
     send: Send,
 ) -> None:
     """Send the client the answer to a request. `ask` passes the request to a replica and yields the head of the answer,
-    then pieces of the body. If the replica is lost, another one continues the answer. The client must get nothing
-    twice. So events of a stream are sent only once their mark says which token they belong to. Any other answer is sent
-    when it is complete. If no replica runs for `stall_seconds`, the client gets a 503, or an error event."""
+    then pieces of the body. If the replica is lost, another one continues the answer. No event may be sent twice.
+    So the events of a token are held back until the MARK that follows them has arrived. An answer without events is
+    sent when it is complete. If no replica runs for `stall_seconds`, the client gets a 503, or an error event."""
     replay = Replay(secrets.randbits(64), int(time.time()))
     sent: Head | None = None  # status and headers that the client has got, if any
     attempts = 0

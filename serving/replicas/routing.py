@@ -31,8 +31,8 @@ _decode = msgspec.json.Decoder(_Prompted).decode
 
 def prefix_of(body: bytes) -> list[bytes]:
     """Return hashes of the beginnings of the prompt in a request's body, the shortest beginning first. Hash i is that
-    of the first i blocks of _BLOCK bytes. So the lists of two bodies have as many hashes in common as their prompts
-    have equal blocks from the start. A body without a prompt gives an empty list."""
+    of the first i blocks of _BLOCK bytes. If two prompts begin with the same k blocks, the first k hashes of both are
+    equal. A body without a prompt gives an empty list."""
     try:
         fields = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -29,8 +29,8 @@ _MAIN = "import ctypes, sys; ctypes.CDLL(None).prctl(1, 9); from megakernel.cli 
 
 
 class Head(NamedTuple):
-    """Status and headers of an answer. Replicas of the same `kind` give bit-identical answers, so one can continue
-    another's."""
+    """Status and headers of an answer. Replicas with equal `kind` give bit-identical answers, so one replica can
+    continue an answer that another has begun."""
 
     status: int
     headers: Headers

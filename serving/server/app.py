@@ -43,7 +43,7 @@ class _JsonRequest(Request):
 
 
 class _Route(APIRoute):
-    """A route whose requests are `_JsonRequest`. It stops to compute an answer when the client leaves."""
+    """A route whose requests are `_JsonRequest`. Answers are aborted when the client closes the connection."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -199,8 +199,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _chat_page() -> str:
-    """Return the page of the chat. Its content security policy permits two scripts: its own and that of timelines. The
-    page opens timelines from memory, so they inherit the policy."""
+    """Return the chat page. The page's content security policy permits two scripts: that of the chat and that of
+    timelines. The chat page opens timelines from memory, so they inherit the policy."""
     page = (files("megakernel.serving.server") / "web" / "chat.html").read_text(encoding="utf-8")
     script = page.partition("<script>")[2].partition("</script>")[0]
     return fill(page, {"POLICY": policy(script, timeline_script())})

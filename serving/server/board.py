@@ -37,7 +37,7 @@ class Row:
             self.numbers[self.at[name]] = value
 
     def count_cpu(self) -> None:
-        """Add the CPU time that this process has used since the last call to its row of the board."""
+        """Add to this row the CPU time that the process has used since the previous call of `count_cpu`."""
         before, self._cpu_s = self._cpu_s, time.process_time()
         self.numbers[self.at["cpu_s"]] += self._cpu_s - before
 

@@ -81,7 +81,7 @@ class Answers:
         self.pooled: dict[int, NDArray[np.float32]] = {}  # prompt -> its last or mean hidden state, if requested
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0  # `cached` prompt tokens were found in the prefix cache so far
-        # `open` counts the choices that the engine has not ended, `_left` those whose end `take` has not returned.
+        # `open` counts choices that the engine has not ended. `_left` counts choices whose end `take` has not returned.
         self.open = self._left = len(transcripts)
         self._client, self._metrics, self.prompts = client, client.metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
@@ -103,7 +103,7 @@ class Answers:
 
     async def take(self, *, singly: bool = False) -> list[Delta]:
         """Wait for new tokens. Returns one delta per choice that has new tokens, or one per token if `singly` is set.
-        At most MOST_WORK is taken at once. If the engine cannot answer, `take` raises the error that
+        One call handles tokens worth at most MOST_WORK units. If the engine cannot answer, `take` raises the error that
         `EngineClient.submit` describes."""
         deltas: list[Delta] = []
         while not deltas:
@@ -130,7 +130,7 @@ class Answers:
         self._news.set()
 
     def begin(self, index: int, begun: Begun) -> None:
-        """Keep the facts that are sent with the first token of the choice number `index`."""
+        """Store the data in `begun`, which the engine sends with the first token of the choice number `index`."""
         self.admitted[index] = begun.admitted
         self.cached += begun.cached
         if begun.pooled is not None:
@@ -151,7 +151,7 @@ class Answers:
         self._news.set()
 
     async def _arrived(self) -> dict[int, list[Token]]:
-        """Wait for tokens, and return as many as one call of `take` may return, by the number of their choice."""
+        """Wait for tokens, and return a dict: choice -> its tokens. One dict has at most `_most` tokens."""
         while not self._tokens:
             await self._woken()
         if len(self._tokens) > self._most:
@@ -172,7 +172,7 @@ class Answers:
         await self._news.wait()
 
     def _add(self, index: int, tokens: list[Token]) -> Delta:
-        """Append tokens to the choice number `index`, up to its end. Returns its new text and tokens."""
+        """Append tokens to the choice number `index` until it ends. Returns the choice's new text and tokens."""
         transcript, metrics = self.transcripts[index], self._metrics
         delta = Delta(index, index // self.n)
         if transcript.finish_reason is not None:

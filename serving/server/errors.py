@@ -58,7 +58,7 @@ class APIError(Exception):
         self._details = details
 
     def body(self, path: str = "") -> bytes:
-        """Return the error as JSON, in the shape of the API that has the route `path`."""
+        """Return the error as JSON, in the format of the API to which the URL's `path` belongs."""
         kind, named = _TYPES.get(self.status, _TYPES[400])
         if is_messages(path):
             more = {"details": self._details} if self._details else {}
@@ -141,7 +141,7 @@ _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported"
 
 
 def _validation(errors: Sequence[Any]) -> APIError:
-    """Return the first validation error of a request body as an error of one line."""
+    """Return an API error with a one-line message about the first invalid field of a request body."""
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "[key]") and not str(part).startswith("(")]
     if not path and isinstance(first["input"], bytes):

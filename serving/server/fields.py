@@ -12,7 +12,7 @@ def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: why for why, names in table.items() for name in names.split()}
 
 
-# Fields that are accepted and ignored: each reason, and the names of the fields that it concerns.
+# Fields that are accepted and ignored. Each key is a reason, its value the names of the fields.
 IGNORED = _by_name(
     {
         "it only identifies the client or its user": "user safety_identifier client_metadata",

@@ -22,13 +22,13 @@ from megakernel.serving.server.service import Start
 
 log = logging.getLogger(__name__)
 
-_GRACE = 5.0  # seconds after the time for running requests until frontends that have not ended are killed
+_GRACE = 5.0  # when the time to finish requests is over, frontends that run this many seconds longer are killed
 
 
 @dataclass(eq=False)
 class Frontends:
-    """The frontends of a server, the processes that serve HTTP. `count` processes accept connections from
-    `listener`."""
+    """The frontends of a server, the processes that serve HTTP. `count` processes accept the connections to
+    the listening socket `listener`."""
 
     listener: socket.socket
     count: int

@@ -22,7 +22,7 @@ from megakernel.timeline import page, resolve, summarise
 from megakernel.trace import Trace
 
 TRACE_WAIT_S = 10.0  # seconds to wait for the engine to run a step that can be traced
-_TOTALS = ("steps", "wall_s", "bound_s", "flops", "bytes", "rows")  # sums over all steps that `/metrics` shows
+_TOTALS = ("steps", "wall_s", "bound_s", "flops", "bytes", "rows")  # sums over all steps; `/metrics` shows the sums
 
 
 class EngineHost:

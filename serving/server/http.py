@@ -70,8 +70,8 @@ class Gate:
                 noted.log(scope["path"], perf_counter() - began, answers)
 
     async def _with_body(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body and call the application. Until it is answered, the body counts against the limit on all
-        bodies."""
+        """Read the body and call the application. Until the request is answered, its body counts against the limit on
+        the total bytes of all bodies in memory."""
         coding = headers.get(b"content-encoding", b"").decode("latin-1")
         if coding.lower() not in ("", "identity"):
             told = f"the body is compressed ({errors.quoted(coding)}): send it without Content-Encoding"

@@ -1,4 +1,4 @@
-"""The conditions that a request must meet: API keys, allowed names of the server, and limits on its size.
+"""The conditions that a request must meet: API keys, allowed values of the Host header, and limits on its size.
 
 The comment beside each limit gives its reason. All work on the event loop delays every client, and so does every C call
 that does not release Python's global lock (GIL). So the server checks in advance: the size of a body before it reads
@@ -34,7 +34,7 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_LOGPROBS, MAX_WATCHED = 1 << 20, 1 << 14
 MAX_VALUES = 1 << 17  # Parsing and validating this many JSON values takes tens of milliseconds.
 
-# Chat is served without an API key, because its page itself asks for the key.
+# The chat page is served without an API key, because the page asks its user for the key.
 CHAT_PAGE, _HEALTH, _METRICS = "/chat", "/health", "/metrics"
 _OPEN = {_HEALTH, "/", CHAT_PAGE}  # paths that need no key
 
@@ -82,8 +82,8 @@ class AccessRules:
     origins: tuple[str, ...] = ()  # websites whose pages may read the answers in a browser (CORS); `*`: any
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Check the Host header and the API key. Raises a 400 for an invalid header. Raises a 403 for a name that is
-        not allowed. Raises a 401 for a missing or wrong key."""
+        """Check the Host header and the API key. Raises a 400 for an invalid header. Raises a 403 for a host name
+        that is not allowed. Raises a 401 for a missing or wrong key."""
         name = _name(host := headers.get(b"host", b"").decode("latin-1"))
         # Browsers always send the header. The checks of some balancers leave it out.
         if self.hosts is not None and b"host" in headers and path != _HEALTH and name not in self.hosts:

@@ -36,10 +36,10 @@ from megakernel.serving.server.client import Overloaded
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONTROL = b"server"  # name of the server itself among the senders; its messages are empty, see `_in_engine`
+CONTROL = b"server"  # sender name of the empty messages by which `_in_engine` wakes the engine's thread
 _GRAMMARS, _TIMELINE = "grammars", "timeline"  # the kinds of slow work
-_SCORES = 2048  # Maximum log-probabilities of a prompt in a message, so that a frontend decodes each in a few ms.
-_Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the number of the job's first choice there
+_SCORES = 2048  # maximum tokens in a message of prompt log-probabilities, which a frontend decodes in a few ms
+_Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the frontend's number for its first choice
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class EngineLoop:
         self._control.connect(description.requests)
         self._control_lock = threading.Lock()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # calls for the engine's thread
-        # Each kind of slow work has a thread, so that it delays no step: compiling grammars, and answering a `Look`.
+        # Slow work runs in two threads, so that it delays no step: one compiles grammars, one makes timelines.
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, _TIMELINE)}
         self._grammars = grammars
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -159,7 +159,7 @@ class EngineLoop:
             self._die(f"the engine has stopped, restart the server: {reason}")
 
     def _die(self, why: str) -> None:
-        """Tell every frontend that the engine is dead, and answer later messages in the same way until the end."""
+        """Tell every frontend that the engine is dead, and answer later messages in the same way until `close`."""
         for frontend in self._frontends:
             self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
         self.on_death()
@@ -381,7 +381,7 @@ class EngineLoop:
 
 
 def _scores(sequence: Sequence) -> Iterator[Score]:
-    """Yield the requested log-probabilities of a prompt in parts of _SCORES tokens, before its first choice begins."""
+    """Yield a prompt's log-probabilities, if requested, up to _SCORES tokens at a time, for its first choice only."""
     request = sequence.request
     if sequence.choice == 0 and request.params.prompt_logprobs is not None:
         for at in range(0, max(1, len(request.prompt_logprobs)), _SCORES):

@@ -83,8 +83,8 @@ class Metrics(Collector):
             self._observe("request_prompt_tokens", len(prompt))
 
     def token(self, at: float, before: float, arrived: float) -> None:
-        """Count a token. The times are its own, that of the token `before` it (0 if it is the first), and that of the
-        request's arrival."""
+        """Count a token that was generated at the time `at`. `before` is the time of the choice's previous token, or 0
+        if there is none. `arrived` is the time of the request's arrival."""
         self._add("generation_tokens", 1)
         name = "inter_token_latency_seconds" if before else "time_to_first_token_seconds"
         self._observe(name, at - (before or arrived))

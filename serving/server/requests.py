@@ -78,8 +78,8 @@ def one_message(text: str) -> WrapValidator:
 
 
 def typed(what: str, types: Collection[str], why: Mapping[str, str] | None = None) -> BeforeValidator:
-    """Return a validator that refuses an object whose type is none of `types`. The error names the type and the
-    reason, which `why` has for some types. If `types` has "text", an object of type "refusal" is read as text."""
+    """Return a validator that refuses an object whose type is none of `types`. The error gives the type's
+    reason in `why`, or lists `types`. If `types` has "text", an object of type "refusal" is read as text."""
 
     def check(given: Any) -> Any:
         kind = given.get("type") if isinstance(given, dict) else None

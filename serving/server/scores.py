@@ -31,8 +31,8 @@ def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
 
 
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
-    """Yield the items in lists of at most MOST_WORK log-probabilities. An item has `width` of these. Between two lists,
-    other tasks of the event loop have their turn."""
+    """Yield the items in lists of at most MOST_WORK log-probabilities. `width` is their number per item. Between two
+    lists, other tasks of the event loop have their turn."""
     while part := list(islice(items, max(1, MOST_WORK // width))):
         yield part
         await asyncio.sleep(0)

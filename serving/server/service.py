@@ -1,5 +1,5 @@
-"""How a frontend answers a request: the body becomes a conversation or a prompt, this becomes token ids, and the
-engine's tokens become the answer. All endpoints share this code."""
+"""How a frontend answers a request. It converts a conversation or prompt to token ids, submits the ids to the engine,
+and returns the generated tokens as an answer. All endpoints share this code."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class ThreadTurns:
 class Tools:
     """The functions that the model may call, in the OpenAI API's form, and which of them the answer may or must call.
     `choice` is "none", "auto", "required" or an object, whose method `chosen` returns a word and the names of the
-    allowed functions (None: all). The word is one of these, or "named" if the one allowed function must be called. If
-    `parallel` is false, at most one call may come. Raises an HTTP error 400 if these fields contradict each other."""
+    allowed functions (None: all). The word is one of the three above, or "named": the one allowed function must be
+    called. If `parallel` is false, one call is the maximum. Raises an HTTP error 400 if arguments are inconsistent."""
 
     def __init__(self, given: list[dict[str, Any]], choice: Any = None, parallel: bool | None = None) -> None:
         mode, only = (choice, None) if isinstance(choice, str | None) else choice.chosen()
@@ -141,7 +141,7 @@ class Service:
     async def encode_prompts(
         self, prompts: Sequence[str] | Sequence[list[int]], add_special: bool, limit: Limit | None = None
     ) -> list[TokenIds]:
-        """Return the token ids of each prompt of a completion request. `limit` is what the method `limit` returns."""
+        """Return the token ids of each prompt of a completion request. With `limit`, only the last ids are kept."""
         found = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -159,7 +159,7 @@ class Service:
             raise self._too_long(f", but {e}: shorten the prompt") from None
 
     async def encode_chat(self, asked: Conversation, limit: Limit | None = None) -> TokenIds:
-        """Return the token ids of a conversation, up to where the answer begins. `limit` comes from `self.limit`."""
+        """Return the token ids of a conversation, up to the answer's beginning. With `limit`, only the last remain."""
         dated = replace(asked, values={**asked.values, "now": created()})
         return await self._ids(partial(self.codec.chat_ids, dated, limit or Limit(self.max_context)), limit)
 
@@ -194,8 +194,8 @@ class Service:
             raise self._too_long(f"; the prompt has {longest} tokens{asked}")
 
     def limit(self, body: Truncated) -> Limit | None:
-        """Return how many tokens at a prompt's end are kept: `truncate_prompt_tokens`, or all (None) without this
-        field. If it is -1, as many are kept as leave room for the wanted tokens, or for one, in the context."""
+        """Return how many of a prompt's last tokens are kept, or None for all. This is `truncate_prompt_tokens`; -1
+        means as many as fit into the context together with the requested new tokens, or with one."""
         most = body.truncate_prompt_tokens
         if most == 0:
             told = "truncate_prompt_tokens must be -1 or at least 1, not 0"

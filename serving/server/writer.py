@@ -67,7 +67,7 @@ def json_response(value: object) -> Response:
 # -- the same answer from another server
 
 HEADER, KEY = "x-megakernel-replay", "MEGAKERNEL_REPLAY_KEY"
-# An SSE comment, the mark, names the choice of the events before it. JSON has no line breaks, so no event contains one.
+# A mark: an SSE comment that names the choice of the events before it. No event contains one: JSON has no line breaks.
 MARK = re.compile(rb"^:(\d+)\n\n", re.MULTILINE)
 
 
@@ -108,7 +108,7 @@ REPLAYED: ContextVar[Replayed | None] = ContextVar("replayed", default=None)  # 
 
 
 def replayed(header: bytes | None) -> Replayed | None:
-    """Return how to continue another server's answer, from HEADER's value: None if it is missing or its key wrong."""
+    """Parse the header that says how to continue another server's answer. None: it is missing or its key is wrong."""
     key, _, asked = (header or b"").partition(b" ")
     known = os.environ.get(KEY, "").encode()
     if not known or not hmac.compare_digest(key, known):
@@ -184,9 +184,9 @@ MakeReader = Callable[[], Reader | None]
 
 
 class Writer(ABC):
-    """Writes the answer to one request as JSON. `head` holds the id, the creation time and the model's name for every
-    body. `last` is the final event of a stream, `filler` is sent while the stream has no event, and `kind` begins
-    the answer's id."""
+    """Writes the answer to one request as JSON. `head` has the answer's id, its creation time and the model's
+    name. `last` is the final event of a stream. `filler` is sent while the stream has no event. The answer's id
+    begins with `kind`."""
 
     last = b"data: [DONE]\n\n"
     filler = WAITING
@@ -214,7 +214,7 @@ class Writer(ABC):
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
     async def whole(self) -> list[bytes | bytearray]:
-        """Return the whole answer in pieces of JSON. It is made of the same text as a stream."""
+        """Return the JSON of the whole answer, in pieces. The text is the same as in a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
                 await self._prepare(delta)
@@ -227,8 +227,8 @@ class Writer(ABC):
         return self._filled(self._whole([self._said[index] for index in sorted(self._said)]))
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream, without the last one. If another server could continue the answer, yield one
-        item per token, even if the token has no new event."""
+        """Yield the events of the stream, except the final `last`. If another server could continue the answer, yield
+        one item per token, even if the token has no new event."""
         replay = REPLAYED.get()
         make = partial(replay.events, self._events) if replay else self._events
         while not self.answers.finished:
@@ -247,7 +247,7 @@ class Writer(ABC):
         return said
 
     async def _prepare(self, delta: Delta) -> None:
-        """Write the prompt's log-probabilities, once. The engine has sent them with the first token of a choice."""
+        """Encode the prompt's log-probabilities as JSON when the first token of any of its choices arrives."""
         index, count = delta.prompt, self._scored
         if count is not None and index not in self._prompts:
             prompt, (_, tops) = self.answers.prompts[index].tolist(), self.answers.scores[index]
@@ -259,7 +259,7 @@ class Writer(ABC):
         return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
 
     def _filled(self, data: bytes) -> list[bytes | bytearray]:
-        """Replace the placeholders in `data` (JSON or events) by the lists, and return the result in pieces."""
+        """Replace the placeholders in `data` (JSON or events) by the lists of `_written`. Returns the pieces."""
         pieces: list[bytes | bytearray] = [*_LIST.split(data)] if self._lists_left else [data]
         pieces[1::2] = [self._lists_left[int(number)] for number in pieces[1::2]]
         self._lists_left.clear()
@@ -281,7 +281,7 @@ class Writer(ABC):
     def _json(
         self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, *, whole: bool = False, **more: Any
     ) -> bytes:
-        """Return, as JSON, a whole answer that consists of choices or, unless `whole` is set, a chunk of an answer."""
+        """Return JSON with `choices`: the whole answer if `whole` is set, otherwise one chunk of a streamed answer."""
         return encode_json({**self.head, "object": self.objects[not whole], "choices": choices, "usage": usage, **more})
 
     def _plain(self, index: int, text: str) -> dict[str, Any]:
@@ -307,7 +307,7 @@ class Writer(ABC):
 
 
 class ItemWriter(Writer):
-    """Writes an answer of one choice, in APIs whose streams tell the beginning, the growth and the end of each item.
+    """Writes an answer of one choice, in APIs whose streams report the beginning, growth and end of each item.
     Reasoning is left out. `said` is the answer so far; its last item may still grow until it is closed."""
 
     last = b""  # these streams have an event of their own for the end
@@ -397,7 +397,7 @@ class EventStream(Response):
         except Exception as e:
             error = as_api_error(e)
             if error.status == 503 and REPLAYED.get():
-                return  # before the end of the body: the front then asks another replica for the rest
+                return  # the body is incomplete, so the front asks another replica for the rest
             if error.status == 500:
                 log.exception("a stream failed")
             last = event(error.body(scope["path"]), "error" if is_messages(scope["path"]) else "")

@@ -81,7 +81,7 @@ class MessagesTurn(Strict):
     content: Blocks
 
     def plain(self) -> Iterator[dict[str, Any]]:
-        """Yield the turn as messages that chat templates read. Each result of a tool is a message of its own."""
+        """Yield the turn as messages that chat templates read. Each result of a tool becomes a separate message."""
         results = [block for block in self.content if isinstance(block, ToolResultBlock)]
         for block in results:
             yield {"role": "tool", "content": _text(block.content), "tool_call_id": block.tool_use_id}
@@ -102,7 +102,7 @@ class MessagesTool(Strict):
     input_schema: dict[str, Any]
 
     def told(self) -> dict[str, Any]:
-        """Return the tool as OpenAI's API has it, which is the form that chat templates read."""
+        """Return the tool in the format of OpenAI's API, which is the format that chat templates read."""
         about = {"description": self.description} if self.description is not None else {}
         return {"type": "function", "function": {"name": self.name, **about, "parameters": self.input_schema}}
 
@@ -240,8 +240,8 @@ class _MessageWriter(writer.ItemWriter):
         return closed + _tell("message_delta", delta=stop, usage=end["usage"]) + _tell("message_stop")
 
     def _answer(self, content: list[dict[str, Any]], *, end: bool) -> dict[str, Any]:
-        """Return the answer with `content`. `end` says whether it has ended. `input_tokens` does not count the tokens
-        that were found in the prefix cache."""
+        """Return the answer with `content`. `end` says that the answer is complete. `input_tokens` does not count the
+        tokens that were found in the prefix cache."""
         used = self._usage()
         cached = used["prompt_tokens_details"]["cached_tokens"]
         reason, sequence = self._stop() if end else (None, None)

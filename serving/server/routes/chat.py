@@ -186,8 +186,8 @@ class Templated(Strict):
 def conversation(
     said: list[dict[str, Any]], field: str, tools: Tools, values: dict[str, Any], *, continue_final: bool = False
 ) -> Conversation:
-    """Return a conversation for a request of another API. `said` has the messages of the request's field `field`,
-    converted to the form of the chat API. Raises an HTTP error 400 if they exceed a limit."""
+    """Return the conversation of a request of another API. `said` has its messages, converted to the chat API's form.
+    `field` is the name of their request field, for errors. Raises an HTTP error 400 if they exceed a limit."""
     if len(said) > limits.MAX_MESSAGES:
         raise errors.APIError(400, f"{field} may have at most {limits.MAX_MESSAGES} entries", param=field)
     if any(len(message.get("tool_calls", ())) > limits.MAX_TOOLS for message in said):
@@ -289,7 +289,7 @@ class _ChatWriter(writer.Writer):
     def _events(self, delta: client.Delta) -> bytes:
         """Return the events for new tokens of a choice. The first event of each choice contains the role and, with
         `echo`, the text of the last assistant message. There is no event for new text that may still turn out to be
-        part of a tool call. Many clients read only one call per event, so each piece of a call gets its own."""
+        part of a tool call. Many clients read only one call per event, so each piece of a call is an event."""
         index, first = delta.index, delta.index not in self._said
         said, begin = self._choice(delta), b""
         if first:

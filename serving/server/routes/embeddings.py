@@ -1,4 +1,4 @@
-"""POST /v1/embeddings. The hidden state of a text's last token, or the mean over its tokens, scaled to length 1."""
+"""POST /v1/embeddings: returns the hidden state of a text's last token, or the mean over its tokens, with length 1."""
 
 from __future__ import annotations
 
