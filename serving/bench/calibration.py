@@ -43,14 +43,14 @@ _TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 @dataclass(frozen=True)
 class Calibration:
-    """The rates of one core, and the seconds that parts of a step take."""
+    """The rates of one core, and the seconds that a launch, an instruction's set-up and a signal take."""
 
     ceilings: Ceilings
     core: Core
     launch_s: float
     dispatch_s: float  # an instruction's set-up
     signal_s: float  # a signal between workers
-    others: float | None  # part of the machine's CPU time that other processes took; None: unknown
+    others: float | None  # fraction of the machine's CPU time that other processes took; None: unknown
 
     @property
     def quiet(self) -> bool:

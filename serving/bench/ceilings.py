@@ -1,4 +1,4 @@
-"""Roofline ceilings of this machine's CPU, measured with the native library, and a rank's share of them."""
+"""Roofline ceilings of this machine's CPU, measured with the native library, and the rates that each rank gets."""
 
 from __future__ import annotations
 

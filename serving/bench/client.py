@@ -111,7 +111,7 @@ class ServerClient:
 
     async def events(self, path: str, request: dict[str, Any]) -> AsyncGenerator[bytes]:
         """Send a POST request, and yield the data of each event of the streamed answer, except the last, `[DONE]`.
-        Raises RefusedError, and one of ERRORS if the answer is cut short."""
+        Raises RefusedError if the server refuses the request, and one of ERRORS if the answer is cut short."""
         held, done = b"", False
         async with self._answer("POST", path, json.dumps(request).encode()) as connection:
             async for piece in connection.body():
@@ -170,7 +170,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: bytes) -> AsyncIterator[_Connection]:
-        """Send a request and yield the connection, from which `body` reads the answer. Raises RefusedError."""
+        """Send a request and yield the connection, whose `body` reads the answer. Raises RefusedError as `get` does."""
         connection, status = await self._ask(method, path, body)
         try:
             if status != 200:
@@ -212,7 +212,7 @@ class ServerClient:
 
 
 class _Connection:
-    """One HTTP/1.1 connection. `reusable` becomes True when the end of an answer has arrived."""
+    """One HTTP/1.1 connection. `reusable` is True after an answer if the server keeps the connection open."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         import httptools  # only here, because a machine that computes without a server may lack it

@@ -53,10 +53,10 @@ class Load:
 async def alternate(
     servers: list[ServerClient], workload: Workload, load: Load, runs: int, on_done: OnDone | None = None
 ) -> list[list[dict[str, Any]]]:
-    """Run the workload `runs` times on each server, in alternation. Returns a list of each server's runs. If the
-    prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The entry
-    `server` of a run's figures holds what the server itself reports in `/metrics` about the steps of the run. The entry
-    is None if the server does not report steps or counted none."""
+    """Run the workload `runs` times on each server, in alternation. Returns, for each server, the figures of its runs.
+    If the prompts are random token ids, each run of a server has different ids, so that no prefix cache helps. The
+    entry `server` of a run's figures holds what the server itself reports in `/metrics` about the steps of the run. The
+    entry is None if the server does not report steps or counted none."""
     some = workload.again(runs).jobs[: load.warm_up]
     short = [replace(job, output_tokens=min(job.output_tokens, _WARM_UP_TOKENS)) for job in some]
     for server in servers:

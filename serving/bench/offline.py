@@ -19,7 +19,7 @@ from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.text.llm import LLM
 
-_STEADY = 1.1  # if the memory's rates before and after a run differ by a larger factor, its figures do not count
+_STEADY = 1.1  # if the memory's rates before and after a run differ by a larger factor, the run does not count
 _WARM_UP_TOKENS = 4  # tokens that each warm-up request for throughput generates
 
 

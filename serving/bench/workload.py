@@ -1,5 +1,5 @@
-"""Workloads of benchmarks: the prompts, and the number of output tokens of each. Every answer has exactly that many
-tokens (greedy sampling, ignore_eos), so two servers do the same work."""
+"""Workloads of benchmarks: the prompts, and the number of output tokens for each prompt. Every answer has exactly this
+number of tokens (greedy sampling, ignore_eos), so two servers do the same work."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ Forced = dict[Sequence, list[int]]  # a constrained sequence -> the tokens that 
 
 
 def follow(part: PlannedRows, batch: Batch) -> Forced:
-    """Return, by sequence, the tokens that its constraint forces next. Only sequences for which a planned step samples
-    a token have an entry, and only if their constraint is not idle."""
+    """Return, for each sequence, the tokens that its constraint (such as a grammar) forces next. A sequence has an
+    entry only if a planned step samples a token for it and its constraint now limits something."""
     turns, slots = part.turns, batch.slots
     chosen = turns.alive(slots) & slots.constrained[turns.slot]
     chosen &= np.bincount(turns.chunk[turns.samples], minlength=len(chosen)) > 0
@@ -34,10 +34,10 @@ def follow(part: PlannedRows, batch: Batch) -> Forced:
 
 
 def force(part: PlannedRows, batch: Batch, forced: Forced, programs: Programs, *, room: int) -> dict[int, list[int]]:
-    """Return forced tokens that a planned step computes at once, so that they need no steps of their own. At most
-    `room` tokens are returned, and only as many as replace padding or fill a larger program. The result maps a
-    chunk's number (a chunk is a sequence's tokens in a step) to tokens, which have KV pages already. The other
-    forced tokens are not lost: this step or later steps output them instead of sampling."""
+    """Return forced tokens that a planned step computes as additional rows, so that they need no steps later. There are
+    at most `room` such tokens, and only as many as replace padding rows or fill a larger program. The result maps the
+    index of a sequence in the step (its chunk) to tokens whose KV pages are allocated. The remaining forced tokens are
+    not lost: this step or later steps output them instead of sampling."""
     if not any(forced.values()):
         return {}
     turns, known = part.turns, batch.slots.known

@@ -70,7 +70,7 @@ class _Running:
     """A launch that the device is running or will run next, and the plan of the step that it computes."""
 
     part: PlannedRows
-    # Whether tokens were proposed or forced, so that only the results tell where each sequence continues.
+    # Whether the step computes proposed or forced tokens. Its results are then needed to plan the next step.
     verified: bool
     failing: list[Sequence]  # sequences that end when the launch ends, because their constraint allows no continuation
     program: Program
@@ -78,10 +78,10 @@ class _Running:
 
 
 class _Results:
-    """The result of each logit row of a step (a row that samples a token or scores a prompt token), one array element
-    per row. `heard` is False if the row is ignored. This happens if the row's sequence had ended, or if a proposed
-    token before the row was wrong. `first` says which sampled tokens are the first of their sequence. `Tokens`
-    describes `finish`."""
+    """The results of a step, one array element per logit row (a row that samples a token or scores a prompt token).
+    `heard` is False if the row is ignored, because its sequence had ended or a proposed token before the row was wrong.
+    `first` says which sampled tokens are the first of their sequence. `finish` says whether and why a token ends its
+    sequence, as an index into FINISH."""
 
     def __init__(self, heard: NDArray[np.bool_]) -> None:
         self.heard = heard
@@ -164,7 +164,7 @@ class Engine:
         return request
 
     def check(self, prompt_ids: Seq[int] | TokenIds, params: SamplingParams) -> TokenIds:
-        """Return the prompt as an array of int32. Raises MegakernelError with the reason if it can never run."""
+        """Return the prompt as an int32 array. Raises MegakernelError with the reason if the prompt can never run."""
         given = np.asarray(prompt_ids)
         if not len(given):
             raise MegakernelError("the prompt is empty: give it at least one token")
@@ -198,8 +198,8 @@ class Engine:
         self._batch.finish(request.choices[choice], "stop")
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
-        """Replace the weights of some buffers and layers, and empty the prefix cache. Raises MegakernelError if a
-        request waits or runs."""
+        """Replace the weights of `places`, which are pairs of a weight buffer and a layer, and empty the prefix cache.
+        Raises MegakernelError if a request waits or runs."""
         if not self.idle:
             raise MegakernelError("cannot replace weights while requests wait or run: wait until they have ended")
         self._reset()
@@ -270,9 +270,9 @@ class Engine:
         return part, self._build(part) if self._running else None
 
     def _queues(self, turns: Turns) -> bool:
-        """Whether the next step may be launched behind the running one, whose plan is `turns`. It may not if
-        constraints or proposed tokens need the running step's results. Nor may it if, between the two launches, the
-        host must read logits or hidden states, or write the device buffer HISTORY."""
+        """Whether the next step may be launched before the running one, whose plan is `turns`, has ended. It must wait
+        if constraints or proposed tokens need the running step's results. It must also wait if the host has to read
+        logits or hidden states, or write the device buffer HISTORY, between the two launches."""
         batch = self._batch
         waits = self._speculation or batch.histories or batch.slots.constraints
         return self.backend.queues and not (waits or turns.read or turns.pooled)
@@ -309,7 +309,7 @@ class Engine:
         self._running.append(_Running(part, bool(runs), failing, program, launch))
 
     def _reset(self) -> None:
-        """Abort the launches and ignore their results. All sequences wait again, and the prefix cache is empty."""
+        """Abort the launches and ignore their results. Queue all sequences again, and empty the prefix cache."""
         launches, self._running = self._running, deque()
         if launches:
             launches[0].launch.abort()
@@ -331,7 +331,7 @@ class Engine:
         results = _Results(alive.copy())
         for row in [] if np.count_nonzero(alive) == len(alive) else (~alive).nonzero()[0].tolist():
             sequence = turns.sequence[turns.chunk[row]]
-            results.heard[row] = sequence.finish_reason is None  # not finished but without a slot: it was preempted
+            results.heard[row] = sequence.finish_reason is None  # an unfinished sequence without a slot was preempted
             if results.heard[row] and turns.samples[row]:
                 results.first[row] = sequence.outputs == 0
                 results.finish[row] = sequence.append(int(tokens[row]))
@@ -441,7 +441,7 @@ def _report(running: _Running, output: Output, results: _Results, failed: list[S
 
 
 def _begun(sequence: Sequence) -> Begun:
-    """Return the facts that are sent with the first token of a sequence."""
+    """Return what is sent with the first token of a sequence, such as the time of its admission."""
     request = sequence.request
     if sequence.choice:
         return Begun(sequence.admitted_at)
@@ -461,7 +461,7 @@ def _own(output: Output, turns: Turns) -> Output:
 
 def top_logprobs(logits: NDArray[np.float32], count: int, token: int, logprob: float) -> dict[int, float]:
     """Return the `count` most likely tokens of `logits` [vocab] as {id: log-softmax}, most likely first, ties by id.
-    `logprob`, the log-softmax of `token`, is known, so the log-sum-exp of the row is logits[token] - logprob."""
+    `logprob` is the log-softmax of `token`, so the log-sum-exp of all logits is logits[token] - logprob."""
     if count == 0:
         return {}
     whole = len(logits) // _BLOCK * _BLOCK

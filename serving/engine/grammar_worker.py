@@ -1,15 +1,14 @@
 """A process that compiles untrusted grammars, because a hostile grammar may take unlimited time or memory.
 
-The process reads lines of JSON from standard input. The first line is the vocabulary, and each further line is a pair
-of a notation and a text. The pairs are "json" and a JSON schema, "regex" and a regular expression, "choice" and a JSON
-list of texts, or "grammar" and a grammar in Lark's notation or GBNF. The notation "calls" goes with a grammar in Lark's
-notation for tool calls that a model may make. In such a text, schemas that do not compile are loosened, because tools
-may have any schema.
+The process reads lines of JSON from standard input. The first line is the vocabulary. Each further line is a pair of a
+notation and a text. The notation is "json" for a JSON schema, "regex" for a regular expression, "choice" for a JSON
+list of texts, and "grammar" for a grammar in Lark's notation or GBNF. It is "calls" for a grammar, in Lark's notation,
+of the tool calls that a model may make. In such a grammar, looser JSON schemas replace schemas that do not compile,
+because tools may have any schema.
 
 The process answers each line with one line of JSON: {"text": a JSON list} or {"failed": the reason}. The list has the
 grammar in the notation of the library llguidance, the JSON Schema keywords that the grammar does not enforce, and the
-bytes of memory that the compiled grammar takes. The operating system ends the process if it exceeds its limits on CPU
-time or memory.
+compiled grammar's size in bytes. The operating system ends the process if it exceeds its limits on CPU time or memory.
 
 This file imports nothing from the package, so that the process starts quickly."""
 
@@ -38,7 +37,7 @@ _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _OPTIONS |= {"lenient": True, "coerce_one_of": True}
 _WARNING = re.compile(r"Unimplemented keys: (\[.*\])|Unknown (format)|(oneOf)")
 
-# A fifth to a half of the library's own limits. A mask then takes at most 10 ms or so, and a lexer at most 40 MB.
+# A fifth to a half of the library's own limits. A mask then takes at most about 10 ms, and a lexer at most 40 MB.
 LIMITS = LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, max_lexer_states=20_000)
 
 
@@ -59,7 +58,7 @@ class Vocabulary:
 
 # -- JSON schemas
 
-# Values of `format` that the library does not know, as patterns: the versions of UUIDs, which pydantic names.
+# Regular expressions for values of `format` that pydantic writes and the library does not know: versions of UUIDs.
 _FORMAT_PATTERNS = {
     f"uuid{version}": f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
     for version in range(1, 9)
@@ -73,12 +72,12 @@ _MOST_SIZE = 2**31
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")  # keywords whose schemas apply to the same JSON value
 _NESTED = frozenset(["items", "prefixItems", "additionalItems", "additionalProperties"])
 _NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions"])
-# Values with which keywords that the library does not implement forbid nothing.
+# Keywords that the library does not implement, each with a value that forbids nothing.
 _ALLOWS_ALL = {"uniqueItems": False, "not": False, "unevaluatedItems": True, "unevaluatedProperties": True}
-_PARTS = "x-parts"  # key of the root schema for rewritten schemas that references point to
+_PARTS = "x-parts"  # key in the root schema for the list of rewritten schemas to which references point
 
 # _LOOKAROUND matches a lookaround without nested groups. It also matches escapes and character classes, so that no
-# lookaround is found inside them; `_pattern` keeps these.
+# lookaround is found inside them; `_pattern` keeps escapes and classes.
 _ITEM = r"[^()\\\[]|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
 _LOOKAROUND = re.compile(rf"(\\.)|(\[\^?\]?(?:\\.|[^\]\\])*\])|\(\?<?[=!](?:{_ITEM}|\((?:{_ITEM})*\))*\)", re.DOTALL)
 # Syntax that the grammar library cannot express: word boundaries, back references, nested lookarounds, atomic groups.
@@ -221,11 +220,11 @@ class _Schema:
         out["additionalProperties"] = False
 
     def _pattern(self, pattern: str) -> str:
-        """Return a regular expression without lookarounds, or an empty text if the library still cannot express it."""
+        """Return `pattern` without lookarounds, or an empty text if the library cannot express even the rest."""
         plain = _LOOKAROUND.sub(lambda found: found[1] or found[2] or "", pattern)
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
-        # If a character class has all control characters, the library permits escaped quotes too. So leave out NUL.
+        # If a negated class contains all control characters, the library permits escaped quotes too. So exclude NUL.
         classes = _LOOKAROUND.sub(lambda m: m[1] or re.sub(r"(?s)\A\[\^.*", r"[\g<0>&&[^\\x00]]", m[2] or ""), plain)
         return "" if beyond else classes
 
@@ -283,7 +282,7 @@ def _compile(tokenizer: LLTokenizer, notation: str, text: str, left: set[str] | 
             return _compile(tokenizer, notation, loosened(text, wrong), {"tools"})
         return {"failed": matcher.get_error()}
     left = (left or set()).union(*(schema.left for schema, _ in schemas))
-    for warning in matcher.get_grammar_warnings():  # one whose words are not known is listed as it is
+    for warning in matcher.get_grammar_warnings():  # an unknown warning is listed itself
         found = _WARNING.match(warning)
         left |= {*filter(None, found.groups()[1:]), *json.loads(found[1] or "[]")} if found else {warning[:80]}
     return {"text": json.dumps([grammar, sorted(left), max(_resident() - before, len(grammar))])}
@@ -299,8 +298,8 @@ def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
-    """Return a grammar in the library's notation. JSON schemas inside are rewritten, and added with their text to
-    `schemas`."""
+    """Return a grammar in the library's notation. Each JSON schema in the grammar is rewritten, and appended to
+    `schemas` together with its new text."""
 
     def rewritten(schema: Any) -> str:
         if not isinstance(schema, dict):
@@ -331,8 +330,8 @@ def _read(notation: str, text: str, schemas: list[tuple[_Schema, str]]) -> str:
 
 
 def loosened(text: str, schemas: set[str] | None = None) -> str:
-    """Return a grammar of tool calls in which looser JSON schemas replace `schemas` (None: all). They allow any
-    object as a function's arguments, and any JSON value as a parameter."""
+    """Return a grammar of tool calls in which looser JSON schemas replace `schemas` (None: all). The looser schemas
+    allow any object as a function's arguments, and any JSON value as a parameter."""
 
     def loose(found: re.Match[str]) -> str:
         if schemas is not None and json.dumps(json.loads(found[2])) not in schemas:

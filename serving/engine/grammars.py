@@ -1,6 +1,6 @@
-"""Constraints on generation, such as a JSON schema: which tokens may come next in a text, and which tokens must. A
-grammar is first compiled in a separate process with limits on time and memory, because the compilation of a hostile
-grammar may never finish. If that succeeds, the grammar is compiled in this process too, and the result is cached."""
+"""Constraints on generation, such as a JSON schema: they limit or force the next tokens of a text. A grammar is first
+compiled in a separate process with limits on time and memory, because the compilation of a hostile grammar may never
+finish. If that succeeds, the grammar is compiled in this process too, and the result is cached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_GRAMMAR_SECONDS = 2.0
 MOST_GRAMMAR_BYTES = 1 << 30
 # Limits of the cache of compiled grammars: their number and, by default, their bytes.
 _MOST_KEPT, KEPT_BYTES = 256, SETTINGS["max_grammar_bytes"].value()
-# The maximum bytes of text that are searched for the beginning of a call, and a byte that stands for earlier text.
+# The maximum bytes of text that are searched for the beginning of a tool call, and a byte that replaces earlier text.
 _MOST_TRIGGER, _CUT = 256, b"\xff"
 _SHOWN = 500  # maximum characters of the grammar library's message that an error shows
 
@@ -53,15 +53,15 @@ class Constraint(ABC):
 
     @property
     def limit(self) -> Constraint | None:
-        """The constraint that limits the token after those that `follow` returned last; None if nothing limits it."""
+        """The constraint for the token after the tokens that `follow` returned last; None if nothing limits it."""
         return self
 
     def waits(self, token: int) -> bool:
-        """Whether the constraint stays idle if `token` is the only new token."""
+        """Whether the constraint still limits and forces nothing if `token` is the only new token."""
         return False
 
     def unlimited(self, output: Ids, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` may follow `output` before the constraint limits the token after them."""
+        """Return how many of `tokens` can be appended to `output` before the constraint limits the next token."""
         return 0
 
     @abstractmethod
@@ -110,8 +110,8 @@ class Grammar(Constraint):
     so the tokens do not depend on how many steps output them."""
 
     def __init__(self, matcher: LLMatcher, executor: LLExecutor, left: tuple[str, ...]) -> None:
-        """`matcher` is a grammar that has read no tokens. It never reads any, because `follow` uses a copy of it. So
-        `copy` can make fresh grammars from it at any time."""
+        """`matcher` is a compiled grammar that has read no tokens. It never reads any, because `follow` uses a copy of
+        it. So `copy` can make fresh grammars from it at any time."""
         self._start, self.executor, self.left = matcher, executor, left
         self.read: list[int] = []  # tokens that the matcher has read: the output, then forced ones
 
@@ -138,7 +138,7 @@ class Grammar(Constraint):
         return read[len(output) :]
 
     def begin(self, text: list[int]) -> bool:
-        """Read the tokens of a text that precedes the output. Returns whether the grammar allows it."""
+        """Read `text`, the token ids that come before the output. Returns whether the grammar allows them."""
         return self.matcher.validate_tokens(text) == len(text) and bool(self.matcher.consume_tokens(text))
 
     def fail(self) -> None:
@@ -147,9 +147,9 @@ class Grammar(Constraint):
 
 
 class Calls(Constraint):
-    """Permits any text. But each match of `trigger` begins a call, and a call must match a grammar. Outside of calls
-    there is no mask and no forced token. If the grammar library could not compile the grammar, or gives up within a
-    call, the call is not limited."""
+    """Permits any text, but each match of `trigger` begins a tool call, and the call must match a grammar. Outside of
+    calls there is no mask and no forced token. If the grammar library could not compile the grammar, or gives up within
+    a call, the call is not limited."""
 
     def __init__(self, grammar: Grammar | None, trigger: re.Pattern[bytes], vocabulary: _Vocabulary) -> None:
         self._grammar, self._trigger, self._vocabulary = grammar, trigger, vocabulary
@@ -267,15 +267,15 @@ class Grammars:
         return Words(self._vocab, params.allowed_token_ids, self._runs(params.bad_words))
 
     def _placed(self, wanted: StructuredOutputsParams, grammar: Grammar | None) -> Constraint:
-        """Return a constraint: the whole text must match a grammar or, if `wanted` has a trigger, only calls must."""
+        """Return a constraint: `grammar` limits the whole text or, if `wanted` has a trigger, only tool calls."""
         if wanted.trigger is None and grammar:
             return grammar
         assert wanted.trigger is not None
         return Calls(grammar, re.compile(wanted.trigger.encode()), self._vocabulary)
 
     def _runs(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the lists of token ids that write one of the forbidden `words`: with a leading space and without, at
-        the beginning of a text and within one."""
+        """Return the lists of token ids that spell a forbidden word: each of `words` with and without a leading space,
+        at the beginning of a text and within one."""
         if words and self._tokenizer is None:
             raise MegakernelError("bad_words need a tokenizer, and this model has none: use logit_bias")
         found: dict[tuple[int, ...], None] = {}
@@ -325,8 +325,8 @@ class Grammars:
 
     def _checked(self, *source: str) -> tuple[str, list[str], int]:
         """Compile a grammar in the separate process. Returns the grammar in the library's own notation, the JSON Schema
-        keywords that it does not enforce, and the bytes of the compiled grammar. Raises MegakernelError if the grammar
-        is invalid or exceeds the limits on time and memory."""
+        keywords that it does not enforce, and the compiled grammar's size in bytes. Raises MegakernelError if the
+        grammar is invalid or exceeds the limits on time and memory."""
         with self._lock:
             if self._checker is None:
                 vocabulary = self._vocabulary
@@ -363,11 +363,11 @@ class _Vocabulary(Vocabulary):
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return token ids whose texts, one after another, are exactly `text`. The grammar library asks for them where
-        `text` is the only possible continuation. If the vocabulary cannot express all of it, the end is left out.
+        `text` is the only possible continuation. If the vocabulary cannot express all of `text`, its end is left out.
 
-        The model's own tokens are preferred. But its tokenizer may begin a text with a space, normalise characters, or
-        take a part of `text` for a special token. Then `text` is tokenised after a line break, and if that does not
-        help either, each token is the longest that fits."""
+        The result of the model's tokenizer is preferred. But the tokenizer may begin a text with a space, normalise
+        characters, or take a part of `text` for a special token. Then `text` is tokenised after a line break, and if
+        that does not help either, each token is the longest that fits."""
         wanted = text if isinstance(text, bytes) else text.encode()
         for before in ("", "\n"):
             ids = self._tokenizer.encode(before + wanted.decode(errors="replace"), add_special=False)
@@ -386,7 +386,7 @@ class _Vocabulary(Vocabulary):
 
     @cached_property
     def ends(self) -> list[bool]:
-        """Which tokens contain a punctuation mark. Each text that begins a call ends with such a mark."""
+        """Whether each token contains a punctuation mark. The text that begins a tool call ends with such a mark."""
         mark = re.compile(rb"[!-/:-@\[-`{-~]")
         return [mark.search(text) is not None for text in self.tokens]
 

@@ -24,7 +24,7 @@ class Totals:
     flops: float = 0.0  # floating-point operations
     bytes: float = 0.0  # bytes of weights and KV cache
     rows: int = 0  # token rows that were computed
-    sequences: int = 0  # the steps' numbers of sequences, added up
+    sequences: int = 0  # number of sequences of each step, summed over the steps
 
     def add(self, step: Step, wall_s: float) -> None:
         """Add a step that took `wall_s` seconds."""

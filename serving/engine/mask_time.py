@@ -9,7 +9,7 @@ from time import perf_counter
 
 from megakernel.serving.engine.request import Sequence, Slots
 
-_SLOW = 5e-3  # If a client's masks took more seconds than this, it rests, but only while others have requests.
+_SLOW = 5e-3  # A client whose masks took more seconds skips steps (rests), but only while others have requests.
 _REST = 3  # A client rests this many times as long as its masks took.
 _FEW = 4  # After its rest, a client gets at most this many masks per step. The limit doubles after each quick step.
 _TRUSTED = 64  # Clients that may get this many masks are trusted, and their masks are computed together.
@@ -36,8 +36,8 @@ class MaskTime:
         return found
 
     def groups(self, sequences: Iterable[Sequence], *, alone: bool) -> Iterator[list[Sequence]]:
-        """Yield, in groups, the sequences that need masks. A group's clients are charged for the time until the caller
-        asks for the next group."""
+        """Divide the sequences that need masks by client, with all trusted clients in one group, and yield each group.
+        The time until the caller asks for the next group is charged to the clients of the group."""
         groups: dict[str | None, list[Sequence]] = {}
         for sequence in sequences:
             trusted = alone or self._most.get(sequence.request.client, _FEW) >= _TRUSTED

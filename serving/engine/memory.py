@@ -44,7 +44,7 @@ def kv_capacity(
     The pool has room for `max_num_seqs` sequences of maximum length, but uses at most `pool` bytes of the memory. It
     always has room for one such sequence, even if that takes more. Without `max_model_len`, a sequence may have as many
     tokens as the model allows and the pool holds. Raises MegakernelError if `max_model_len` exceeds the model's limit,
-    or if one such sequence exceeds the memory. Without `max_model_len`, raises it if the pool cannot hold a token."""
+    or if a sequence of that length exceeds the memory. Without `max_model_len`, the pool must hold at least a token."""
     room = int(pool / per_token)
     if max_model_len is None:
         if room < 1:

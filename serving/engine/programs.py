@@ -1,5 +1,5 @@
-"""Compiles the programs of an engine, in advance or when a step first needs one. There is one program per bucket, a
-maximum number of token rows and of logit rows."""
+"""Compiles the programs of an engine, in advance or when a step first needs one. Each program serves the steps up to a
+maximum number of token rows and of logit rows (a bucket)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megakernel.program import Program
 
 def bucket(count: int, most: int) -> int:
     """Return the smallest of the sizes 1, 2, 3, 4, 6, 8, 12, 16 ... with room for `count` rows, but at most `most`.
-    Steps are padded to this size and compute the padding rows too. Sizes between the powers of two keep padding below a
-    third."""
+    Steps are padded to this size and compute the padding rows too. Sizes between the powers of two keep the padding
+    below a third of all rows."""
     power = 1 << max(count - 1, 0).bit_length()
     return min(power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power, most)
 
@@ -27,7 +27,7 @@ def buckets(most: int) -> list[int]:
 
 class Programs:
     """The programs of one engine, one for each size of a step. `compile` makes a program for steps of up to `tokens`
-    token rows and `logit_rows` logit rows. `warm` may run in a thread of its own."""
+    token rows and `logit_rows` logit rows. `warm` may run in another thread."""
 
     def __init__(self, compile: Callable[..., Program], most_tokens: int, most_logit_rows: int) -> None:
         self._compile = compile

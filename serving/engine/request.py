@@ -87,8 +87,8 @@ class Sequence:
         return 1 if token in self.request.stop_ids else 2 * (len(self.saved) >= self.length_limit)
 
     def page_hashes(self, page: int, count: int) -> list[bytes]:
-        """Return the hashes that identify the first `count` KV pages, with `page` tokens each. All tokens must be
-        known."""
+        """Return the hashes that identify the first `count` KV pages of the sequence. Each page has `page` tokens,
+        which must all be known."""
         tokens = self.slots.tokens[self.slot] if self.slot >= 0 else self.saved
         for i in range(len(self._hashes), count):
             before = self._hashes[-1] if self._hashes else ROOT
@@ -118,7 +118,7 @@ class Request:
     prompt_ids: TokenIds
     params: SamplingParams
     stop_ids: frozenset[int]  # token ids that end a choice
-    first: int = 0  # number of the first choice; the others follow, and each token carries the number of its choice
+    first: int = 0  # number of the first choice (completion); further choices have the next numbers
     reader: int = 0  # number of the process that reads the tokens
     client: str = ""  # name of the client; waiting clients are admitted in turn
     choices: list[Sequence] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Request:
     prompt_top_logprobs: list[dict[int, float]] = field(default_factory=list)
     cached_tokens: int | None = None  # prompt tokens that were in the prefix cache; None before the request is admitted
     pooled: NDArray[np.float64] | None = None  # sum of the hidden states that `params.pooling` asks for, so far
-    pooled_rows: int = 0  # the number of these hidden states
+    pooled_rows: int = 0  # number of hidden states in the sum `pooled`
     held: list[Sequence] = field(default_factory=list)  # choices that wait until the first has computed the prompt
     scored: int = 0  # if the prompt is scored: how many of its tokens have been scored, or will be by planned steps
     seed: int = 0  # the user's seed, or a random one
@@ -165,7 +165,7 @@ class Slots:
         self.reader, self.number = np.zeros((2, n), np.int64)  # see `Request.reader`, and the number of the choice
         self.tokens = np.zeros((n, dims.bucket.max_context + 1), np.int32)
         self.known, self.length, self.computed, self.known_pages = np.zeros((4, n), np.int64)
-        self.freed = np.zeros(n, np.int64)  # how many of its first pages the sequence no longer has, see `passed`
+        self.freed = np.zeros(n, np.int64)  # how many of its first KV pages each sequence has given back, see `passed`
         self.limit, self.prompt, self.early_until = np.zeros((3, n), np.int64)
         # Ids that end each sequence, padded with -1.
         self.stop_ids = np.full((n, 1), -1)
@@ -176,11 +176,11 @@ class Slots:
         self.constraints = 0  # number of running sequences with a `Constraint`
         self.last_token_at = np.zeros(n)  # 0 for a sequence that has no token since its admission
         self.pages = SequencePages(dims)
-        self.sampling = Sampling(2 * n + 1)  # one row per slot, then one for use before min_tokens is reached
+        self.sampling = Sampling(2 * n + 1)  # one row per slot, then one per slot for tokens before min_tokens
         self._tickets = 0
 
     def seat(self, slot: int, sequence: Sequence, pages: list[int], shared: int) -> None:
-        """Put a sequence into `slot` with the KV pages `pages`, of which the first `shared` ones are filled."""
+        """Put a sequence into `slot` with its KV `pages`. The first `shared` of them are cached, so already filled."""
         request, tokens = sequence.request, sequence.saved
         stop, logprobs = sorted(request.stop_ids), request.params.logprobs
         if (more := len(stop) - self.stop_ids.shape[1]) > 0:
@@ -224,14 +224,14 @@ class Slots:
         return self.pages.ids[slot, self.freed[slot] : self.pages.count[slot]].tolist()  # type: ignore[no-any-return]
 
     def passed(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many of its sequence's first KV pages no later step reads: all their tokens have
-        left the sliding windows of all layers. Pages that the prefix cache does not know yet stay."""
+        """Return, for each slot, how many of its first KV pages no later step reads: all their tokens have left the
+        sliding windows of all layers. Pages that are not in the prefix cache yet do not count."""
         next_row = np.minimum(self.computed[slots], self.known[slots] - 1)
         blocks = self.dims.first_block(next_row)
         return np.minimum(blocks * (self.dims.bucket.kv_block // self.page), self.known_pages[slots])
 
     def drop(self, slot: int, count: int) -> list[int]:
-        """Remove those of the sequence's first `count` KV pages that it still has, and return their ids."""
+        """Remove the first `count` KV pages of a sequence, if it still has them, and return the removed ids."""
         dropped: list[int] = self.pages.ids[slot, self.freed[slot] : count].tolist()
         self.freed[slot] = count
         return dropped
@@ -248,13 +248,13 @@ class Slots:
         self.pages.changed[:, slots] = True
 
     def pending(self, slots: Ints) -> Ints:
-        """Return, for each slot, how many known or sampled tokens no planned step computes yet. A sequence that has
-        reached its maximum length needs none, so the result is 0."""
+        """Return, for each slot, how many of its tokens, known or still to be sampled, no planned step computes. The
+        result is 0 at the maximum length, because the last token is never computed."""
         length = self.length[slots]
         return np.where(length < self.limit[slots], length - self.computed[slots], 0)
 
     def crowded(self, slots: Ints) -> NDArray[np.bool_]:
-        """Return for each slot whether its sequence needs another KV page, also for tokens not sampled yet."""
+        """Return for each slot whether its sequence needs another KV page, counting tokens not sampled yet."""
         return self.pages.count[slots] * self.page < self.length[slots]
 
     def steady(self, slots: Ints) -> int:
@@ -289,8 +289,8 @@ class Slots:
 
 
 class _Row(NamedTuple):
-    """What is known of the rows of a step that get logits. Each field is an array with an element per row, or in an
-    object for one row, that row's value. `Turns` and `Lineup` explain the fields."""
+    """The logit rows of a step. Each field is an array with one element per row, or the value of a single row. `Turns`
+    and `Lineup` explain the fields."""
 
     chunk: Any
     index: Any
@@ -326,7 +326,7 @@ class Turns(Lineup):
 
     @cached_property
     def depth(self) -> Ints:
-        """For each logit row, how many proposed or forced tokens its sequence has up to this row of the step."""
+        """For each logit row, how many proposed or forced tokens of its sequence the step has up to this row."""
         return np.where(self.after >= 0, self.index, 0)
 
     @cached_property
@@ -351,14 +351,14 @@ class Turns(Lineup):
 
 
 class PlannedRows(NamedTuple):
-    """Chunks of a step, each with consecutive tokens of one sequence. `start` has the position of each first token."""
+    """Chunks of a step, each with consecutive tokens of one sequence. `start` has each chunk's first position."""
 
     turns: Turns
     start: Ints  # described in `StepRows`, as is `tokens`
     tokens: Ints
 
     def extensible(self, slots: Slots) -> Ints:
-        """Return the chunks to which proposed tokens may be added: those that compute only the last known token of a
+        """Return the chunks to which proposed tokens may be added. Such a chunk computes only the last known token of a
         running sequence."""
         turns = self.turns
         single = (turns.count == 1) & (np.bincount(turns.chunk, minlength=len(turns.slot)) == 1)
@@ -367,8 +367,8 @@ class PlannedRows(NamedTuple):
 
 
 class Planner:
-    """Plans the rows of steps for the sequences in `slots`. If the same sequences decode as in the last step, its
-    `Turns` is used again, because building a new one takes time."""
+    """Plans the rows of steps for the sequences in `slots`. If the same sequences decode as in the last step, the last
+    step's `Turns` is used again, because building a new one takes time."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -435,7 +435,7 @@ class Planner:
 def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> PlannedRows:
     """Append proposed or forced tokens to sequences that compute one token in `part`, and return the new plan.
 
-    `runs` maps a chunk (a sequence's place in the step) to its additional tokens. Each additional token gets a logit
+    `runs` maps a chunk (a sequence's index in the step) to its additional tokens. Each additional token gets a logit
     row. Sequences that have ended since the step was planned are left out, because other sequences may now use their
     pages.
 
@@ -475,6 +475,6 @@ def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> P
 
 
 def _turns(slots: Slots, slot: Ints, count: Ints, rows: Mapping[str, NDArray[Any]]) -> Turns:
-    """Return the `Turns` of some sequences, given their slots. `rows` has those fields that are about logit rows."""
+    """Return the plan of a step that computes `count` tokens for each `slot`. `rows` has its fields for logit rows."""
     names = ("ticket", "sequence", "reader", "number")
     return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)

@@ -72,7 +72,7 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> str | None:
-        """The JSON schema that the answer must match, as JSON text, or None if the format is not given by one."""
+        """The JSON schema that the answer must match, as JSON text, or None if the format is not a JSON schema."""
         assert self.json is None or isinstance(self.json, str)
         return '{"type": "object"}' if self.json_object else self.json
 
@@ -171,7 +171,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> StructuredOutputsParams | None:
-        """The grammar that applies. It is None for tool calls if allowed ids or bad words are given too."""
+        """The answer's grammar. A grammar of tool calls is ignored if allowed ids or bad words are given too."""
         words = self.allowed_token_ids is not None or bool(self.bad_words)
         return None if words else self.structured_outputs
 
@@ -202,8 +202,8 @@ def _error(name: str, value: object, must: str) -> MegakernelError:
 
 class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Log-probabilities of a prompt's tokens except the first, or of some of these tokens. They are sent before the
-    prompt's first token. `tops` has, by position, the log-probabilities of the most likely ids. `choice` is the number
-    of the prompt's first choice."""
+    first generated token. `tops` has, by position, the log-probabilities of the most likely ids. `choice` is the number
+    of the prompt's first choice (completion)."""
 
     choice: int
     logprobs: list[float]
@@ -211,7 +211,7 @@ class Score(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Begun(msgspec.Struct, array_like=True, frozen=True):
-    """Facts that are sent with a choice's first token. Only a prompt's first choice has the fields after `admitted`."""
+    """Facts that are sent with a choice's first token. Later fields are set only for the first choice of a prompt."""
 
     admitted: float  # when the choice was first admitted, in seconds of `perf_counter`
     cached: int = 0  # tokens of the prompt that were found in the prefix cache

@@ -65,7 +65,7 @@ class Stats:
     waiting: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # tokens of all admitted sequences that may use the prefix cache
-    prefix_hits: int = 0  # how many of these tokens were in the prefix cache
+    prefix_hits: int = 0  # how many tokens of `prefix_queries` were in the prefix cache
     counts: Counts = field(default_factory=Counts)
 
 
@@ -151,7 +151,7 @@ class PagePool:
         return taken
 
     def find(self, hashes: Seq[bytes]) -> list[int]:
-        """Return the cached pages of the longest known prefix, given a hash per page. To use them, call `share`."""
+        """Return the cached pages of the longest cached prefix, given a hash per page. To use them, call `share`."""
         return [self._page[key] for key in takewhile(self._page.__contains__, hashes)]
 
     def unused(self, pages: Seq[int]) -> int:
@@ -206,7 +206,7 @@ class Batch:
         self._slots = list(range(dims.bucket.max_seqs - 1, -1, -1))  # free slots
         # Tokens that the host must write to the device buffer HISTORY before the next step: slot, first position, ids.
         self.histories: list[tuple[int, int, NDArray[np.int32]]] = []
-        # For the next `_steady` steps, the sequences of `_steady_order` need no pages, so `plan` returns them at once.
+        # For the next `_steady` steps, no sequence of `_steady_order` needs a new page, so `plan` returns this array.
         self._steady, self._steady_order = 0, self.slots.order
 
     @property
@@ -228,7 +228,7 @@ class Batch:
     def add(self, request: Request) -> None:
         """Queue the choices (completions) of a request. If the prompt is longer than a page, only the first choice is
         queued. The others wait until the first one has computed the prompt, because they can then share at least one of
-        the prompt's pages. They also wait if the prompt is scored, because readers need the scores first."""
+        the prompt's pages. They also wait if the prompt is scored, because its scores are sent first."""
         waits = len(request.prompt_ids) > self._page or request.scores_prompt(0)
         now = 1 if waits else len(request.choices)
         self.waiting.append(request.client, request.choices[:now])
@@ -311,14 +311,14 @@ class Batch:
             self.slots.holds[slot] = False
 
     def unhold_computed(self, planned: Ints) -> None:
-        """If a request's first choice, in a slot of `planned`, has computed the prompt, let its other choices run."""
+        """Queue the waiting choices of each request whose first choice is in `planned` and has computed the prompt."""
         slots = self.slots
         ready = slots.holds[planned] & (slots.computed[planned] >= slots.prompt[planned])
         for sequence in slots.sequence[planned[ready]]:
             self.unhold(sequence.request)
 
     def reset(self) -> None:
-        """Preempt all running sequences after a failed launch. They keep their tokens. The prefix cache is emptied."""
+        """Preempt all running sequences after a failed launch; they keep their tokens. Empty the prefix cache."""
         for sequence in sorted(self.running, key=_age, reverse=True):
             self._preempt(sequence)
         for sequence in self.waiting:
@@ -337,8 +337,8 @@ class Batch:
         slots.known_pages[slot] = max(known, full)
 
     def _grow(self) -> None:
-        """Give every running sequence a KV page for its next token if it needs one, oldest first. If no page is free,
-        the youngest sequences are preempted."""
+        """Give each running sequence a KV page if it needs one for its next token, the oldest sequences first. If no
+        page is free, the youngest sequences are preempted."""
         slots = self.slots
         order = slots.order
         short = order[slots.crowded(order)]

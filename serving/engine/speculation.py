@@ -27,11 +27,11 @@ MOST_PROPOSED = 63  # maximum proposed tokens per sequence and step
 _NO_TIME = 1e-9  # replaces a step time of 0 s, which a backend without arithmetic may report
 _SHARED_MEMORY = 0.99  # like _MEMORY, for the acceptance rate of all sequences together, which changes more slowly
 _MEMORY = 0.9  # acceptance rates are recent averages: at each verification, earlier counts are multiplied by this
-_BEGIN = 8.0  # a new sequence starts with the rate of all sequences, which counts like at most this many tokens
-_FADE = 0.98  # each declined proposal multiplies the counts by this, so that a sequence gets another chance
-_LOSS = 0.01  # time that wrong proposals may cost, as a fraction of the time for the sequence's tokens without them
-_CREDIT = 2.0  # maximum credit in tokens that a sequence saves for later proposals that turn out wrong
-_LEAST_MATCH = 2  # a proposal needs an earlier occurrence of at least this many last tokens
+_BEGIN = 8.0  # a new sequence starts with the acceptance rate of all sequences, weighted like at most this many tokens
+_FADE = 0.98  # each declined proposal multiplies its sequence's counts by this, so that old failures are forgotten
+_LOSS = 0.01  # maximum time for wrong proposals, as a fraction of the time for the sequence's tokens without proposals
+_CREDIT = 2.0  # maximum gain, in tokens, that a sequence saves to pay for later wrong proposals
+_LEAST_MATCH = 2  # tokens are proposed only if this many last tokens, or more, occurred before
 _MOST_MATCH = 32  # how many of the last tokens are compared with earlier text, at most
 _TRIED = 8  # how many earlier occurrences of the last two tokens are compared, latest first
 _KEPT = 8  # latest step times kept per program; their median is used
@@ -48,8 +48,8 @@ class Acceptance:
     accepted: float = 0.0
 
     def rate(self, known: int) -> float:
-        """Return the probability that a proposed token is right. The `known` tokens before the proposal, which would
-        have been proposed too, count as accepted. Two more tokens count as tried, because nothing is certain."""
+        """Return the probability that a proposed token is right. The `known` tokens before the proposal would have been
+        proposed too, so they count as accepted. Two more count as tried, so that the result is below 1."""
         return (self.accepted + known) / (self.tried + known + 2)
 
     def young(self) -> Acceptance:
@@ -90,7 +90,7 @@ class Draft:
 
 class Lookup:
     """Proposes the tokens that followed an earlier occurrence of a sequence's last tokens. An index maps every pair of
-    tokens to its last occurrence, so the cost of a proposal does not grow with the length."""
+    tokens to its last occurrence. So a proposal takes no more time in a longer text."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -110,12 +110,12 @@ class Lookup:
             ends[pair] = end
 
     def propose(self, count: int) -> tuple[list[int], int]:
-        """Find where the sequence's last tokens occurred before. Return the `count` tokens after them there, and how
-        many of the last tokens are equal.
+        """Find where the sequence's last tokens occurred before. Return the `count` tokens that followed there, and how
+        many of the last tokens occurred there.
 
         Several earlier occurrences of the last two tokens are compared, and the one with the most equal tokens before
         it is used. If the last two tokens have not occurred before, return no tokens. If fewer than `count` tokens
-        follow the occurrence, the following tokens are repeated, as in a text that repeats itself."""
+        follow the occurrence, these tokens are repeated, as in a text that repeats itself."""
         tokens, length = self._tokens, len(self._tokens)
         if count < 1 or length <= _LEAST_MATCH:
             return [], 0
@@ -197,7 +197,7 @@ class _Offer:
     chunk: int
     draft: Draft
     tokens: list[int]
-    rate: float  # the probability that a token is right if those before it are
+    rate: float  # the probability that a token is right if all proposed tokens before it are
     taken: int = 0
 
 
@@ -212,7 +212,7 @@ class Speculation:
         self._drafts: WeakKeyDictionary[Choice, Draft] = WeakKeyDictionary()
 
     def read(self, part: PlannedRows) -> None:
-        """Let the proposers of a planned step's sequences read new tokens. While a launch runs, this is free."""
+        """Let the proposers read new tokens of a planned step's sequences. This costs no time while a launch runs."""
         for sequence in part.turns.sequence[np.unique(part.turns.chunk)]:
             if sequence.constraint is None or sequence.constraint.idle:
                 self._draft(sequence)
@@ -256,7 +256,7 @@ class Speculation:
         for chunk in part.extensible(batch.slots).tolist():
             sequence = part.turns.sequence[chunk]
             if sequence.constraint is not None and not sequence.constraint.idle:
-                continue  # a grammar's mask depends on all tokens before, so each proposed token would need its own
+                continue  # a mask depends on all earlier tokens, so each proposed token would need its own mask
             draft = self._draft(sequence)
             # Propose one token less than the maximum length allows, because a step also samples one token.
             most = min(self._depth, sequence.length_limit - draft.read - 1) if draft.debt <= 0 else 0
@@ -269,7 +269,7 @@ class Speculation:
         return offers
 
     def _choose(self, offers: list[_Offer], tokens: int, logit_rows: int, room: int) -> float:
-        """Choose how many tokens of each offer (the proposal for one sequence) to verify in a step that already has
+        """Choose how many tokens of each offer (the proposal for one sequence) to verify. The step already has
         `tokens` rows and `logit_rows` logit rows. The gain of a row is the probability that its token and those before
         it are right. Rows are added in order of decreasing gain, up to the number with the most expected tokens per
         second. Returns the cost of each added row: how many tokens the step could generate in that time without the

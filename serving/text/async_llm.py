@@ -19,8 +19,8 @@ from megakernel.settings import SETTINGS
 
 
 class AsyncLLM:
-    """A model whose engine runs in its own thread. The arguments are those of `LLM`. An instance belongs to the first
-    event loop that uses it."""
+    """A model whose engine runs in its own thread. The arguments are those of `LLM`. An instance works only in the
+    first event loop that uses it."""
 
     def __init__(self, model: Any, **args: Any) -> None:
         self._llm = LLM(model, **args)

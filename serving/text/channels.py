@@ -25,7 +25,7 @@ _TO = re.compile(r"\bto=(?:functions\.)?([a-zA-Z0-9_.-]{1,64})")
 
 
 class ChannelReader(Reader):
-    """Reads an answer that consists of messages. A call of a function that may not be called is content."""
+    """Reads an answer that consists of messages. A call of a function that `functions` does not list is content."""
 
     def __init__(self, functions: Functions, most: int | None = None) -> None:
         super().__init__(functions, most)

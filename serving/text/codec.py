@@ -1,5 +1,5 @@
-"""Converts text to token ids and back, and finds stop strings. The engine handles token ids only. The readers of its
-results convert the ids to text outside the engine's thread, so a slow reader never delays a step."""
+"""Converts text to token ids and back, and finds stop strings. The engine handles token ids only. Its results become
+text outside of its thread, so the conversion never delays a step."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ class _Matcher:
         self.stop, self.matched = stop, 0
 
     def read(self, text: str, new: int) -> int:
-        """Read a text whose last `new` characters are new. Returns the start of the first stop string that
-        ends in them, or -1. The number of comparisons does not grow with the stop string, because `matched` grows by at
-        most `new`."""
+        """Read a text whose last `new` characters are new. Returns the position of the first stop string that ends in
+        the new characters, or -1. The number of comparisons does not grow with the stop string, because `matched` grows
+        by at most `new`."""
         self.matched = beginning(text, self.stop, self.matched + new)
         return text.find(self.stop, max(0, len(text) - new - len(self.stop) + 1))
 
@@ -164,13 +164,13 @@ class Codec:
         return self.tokenizer
 
     def chat_ids(self, asked: Conversation, limit: Limit | None = None) -> list[int]:
-        """Return the token ids of a conversation, up to the point where the answer begins, see `Tokenizer.encode`."""
+        """Return the ids of a conversation, up to where the answer begins. `Tokenizer.encode` explains `limit`."""
         tokenizer = self.need("give token ids instead of a conversation")
         template = tokenizer.template(tools=bool(asked.tools))
         told = [dict(message) for message in asked.messages]
         if template is None or "developer" not in template.source:
             told = _for_system(told)
-        if self.tools.final:  # the template's name for reasoning, which may not stand beside content
+        if self.tools.final:  # this template calls reasoning `thinking`, and forbids it beside content
             told = [
                 {**message, "thinking": message["reasoning_content"]}
                 if message.get("reasoning_content") and not message.get("content")
@@ -193,8 +193,8 @@ class Codec:
         return tool_format(self.tool_parser, template.source if template else None)
 
     def reader(self, functions: Functions | None, most: int | None = None) -> Reader | None:
-        """Return a parser for the text of one answer, which must keep special tokens, or None if all text is content.
-        `functions` maps the functions that the model may call, at most `most` times, to schemas of parameters."""
+        """Return a parser for an answer's text, which must keep special tokens, or None if all text is content. It
+        reads at most `most` calls. `functions` maps the functions that may be called to schemas of parameters."""
         if self.tools.final:
             return ChannelReader(functions or {}, most)
         return None if functions is None else CallReader(self.tools, functions, most)

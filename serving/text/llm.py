@@ -76,7 +76,7 @@ class LLM:
         return checkpoint, backend
 
     def _read_texts(self, model: str | Checkpoint, args: EngineArgs) -> None:
-        """Read what the model's folder has besides weights: the tokenizer, and how to sample and pool."""
+        """Read what the model's folder has besides weights: the tokenizer, and the defaults of sampling and pooling."""
         self.codec = Codec.of(self.model, model) if isinstance(model, str) else Codec(self.model, None)
         self.tokenizer = self.codec.tokenizer
         self.pooling = load_pooling(model) if isinstance(model, str) else "last"
@@ -280,9 +280,9 @@ class LLM:
         """Replace weights between requests, in the types in which the model keeps them. `weights` are a model of
         transformers, or pairs (name, tensor). Names are as in published files, and tensors are those of torch or NumPy.
 
-        They may be only some of the weights. But q, k and v of a layer must come together, and so must gate and up, and
-        a layer's experts. Cached prefixes are dropped. Raises MegakernelError if a name, shape or type does not fit, or
-        if a request is running. Nothing is replaced then."""
+        Some of the weights are enough. But q, k and v of a layer must come together, and so must gate and up, and all
+        experts of a layer. Cached prefixes are dropped. If a name, shape or type does not fit, or a request is running,
+        nothing is replaced and MegakernelError is raised."""
         new = replacement(self.config, weights)
         self.engine.load_weights(weight_types.Stored(new, self._kept), new.places())
 

@@ -34,8 +34,8 @@ class Tags:
         self._searched = 0  # characters of an unfinished parameter in which its end has been sought
 
     def read(self, text: str) -> tuple[int, str, bool]:
-        """Read all complete tags of `text`. Returns the number of characters read, more of the arguments as JSON, and
-        whether they are complete. Text that cannot be a tag ends the arguments too."""
+        """Read all complete tags of `text`. Returns the number of characters read, the JSON that they add to the
+        arguments, and whether the arguments are complete. Text that cannot be a tag ends the arguments too."""
         at, told = 0, "" if self._begun else "{"
         self._begun = True
         while found := _PARAMETER.match(text, at):
@@ -56,8 +56,8 @@ class Tags:
 
 
 def _json(text: str, types: set[str]) -> str:
-    """Return, as JSON, the value that a model has written for a parameter of one of `types`. Text that is JSON already,
-    such as a number, stays as it is."""
+    """Return, as JSON, the parameter value that a model wrote as `text`, if the schema allows `types`. Text that is
+    JSON already, such as a number, stays as it is."""
     string = json.dumps(text, ensure_ascii=False)
     if types <= {"string"}:
         return string

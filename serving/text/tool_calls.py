@@ -1,5 +1,5 @@
 """Reads the tool calls in a model's text while it streams. The grammar of `tool_formats.py` constrains a call once it
-has begun, so the text of a call is as that grammar writes it. Text that is written differently is content."""
+has begun, so the call has exactly the form of that grammar. Text in another form is content."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 
 class Reader(ABC):
     """Splits an answer into pieces. It finds calls of `functions`, and leaves out all calls after the first `most`.
-    `calls` counts those that are not left out. However the text is cut for `add`, the joined pieces are the same."""
+    `calls` counts the calls that are not left out. The joined pieces do not depend on how much text each `add` gets."""
 
     def __init__(self, functions: Functions, most: int | None = None) -> None:
         self.calls = 0
@@ -35,8 +35,8 @@ class Reader(ABC):
         self._pieces: list[Piece] = []
 
     def add(self, text: str, reason: str | None = None) -> list[Piece]:
-        """Read more text. Returns what is now known of the answer, in order. With the last text comes `reason`, the
-        finish reason of the answer, and everything that was held back is returned."""
+        """Read more text, and return the new pieces of the answer, in order. `reason`, the finish reason of the answer,
+        is given with the last text. Then all text that was held back is returned too."""
         self._held += text
         self._pieces = []
         while self._read(last=reason is not None):
@@ -117,7 +117,7 @@ class CallReader(Reader):
             self._state = self._head if self._opened else self._outside
             return True
         kept = max(beginning(text, mark) for mark in marks)
-        # The first character of a mark at the end of an answer is content. More characters are a mark that was cut off.
+        # At the end of an answer, the first character of a mark is content, but several are a cut-off mark and dropped.
         shown = len(text) - kept + (kept if last and kept == 1 else 0)
         self._give(text[:shown])
         self._held = text[shown:]
@@ -200,5 +200,5 @@ def _may_be_head(text: str) -> bool:
 
 
 def beginning(text: str, mark: str, most: int = sys.maxsize) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`, and not above `most`."""
+    """Return the length of the longest suffix of `text`, at most `most`, that is a proper prefix of `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text), most), 0, -1) if mark.startswith(text[-n:])), 0)

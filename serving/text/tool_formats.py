@@ -43,8 +43,8 @@ class ToolFormat:
 
     @property
     def trigger(self) -> str:
-        """A regular expression for the text with which a model begins calls of its own accord. If it has a group, the
-        group's text is part of the calls already: the grammar `CallsGrammar.begun` must accept it too."""
+        """A regular expression that finds where a model begins calls in free text. If it has a group, the group's text
+        is part of the calls already: the grammar `CallsGrammar.begun` must accept it too."""
         if self.final:
             return r"<\|(?:start|channel)\|>[^<]{0,64}?to=functions\."
         mark = re.escape(self.begin.strip())
@@ -130,8 +130,8 @@ class CallsGrammar:
         self._rules = [f"f{at}: %json {json.dumps(schema)}" for at, schema in enumerate(self._functions.values())]
 
     def whole(self, answer: str | None = None) -> str:
-        """Return the grammar of an answer that consists of calls. If the JSON schema `answer` is given, an answer
-        may match it instead of calling. It must match it if there are no functions."""
+        """Return the grammar of an answer that consists of calls. If the JSON schema `answer` is given, an answer may
+        match it instead of calling. Without functions, an answer must match this schema."""
         form = self._form
         if form.final:
             calls = " | ".join(
@@ -178,7 +178,7 @@ class CallsGrammar:
         return f'"{{" {kind}{json.dumps(_NAME)} ({calls}) "}}"'
 
     def _list(self) -> str:
-        """Return the rule for all calls of an answer, in a format that does not mark each call by itself."""
+        """Return the rule for all calls of an answer, in a format without marks around each call."""
         calls = self._json() + self._more(self._json())
         return calls if self._form.bare else f'"[" {calls} "]"'
 

@@ -116,8 +116,8 @@ class RequestOutput:
         raise AttributeError(f"a result has no {name}" + (f": use {_FORMER[name]}" if name in _FORMER else ""))
 
 
-# Two lists for a prompt's tokens from the second on: the log-probabilities of the tokens, and those of the most likely
-# ids at their positions.
+# Two lists, with an element for each token of a prompt from the second on: its log-probability, and at its position the
+# log-probabilities of the most likely ids.
 PromptScores = tuple[Sequence[float], Sequence[dict[int, float]]]
 
 
@@ -200,7 +200,7 @@ def _one(prompt: Any) -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """Return a list of the conversation or conversations, with the text parts of each message joined."""
+    """Return a list of conversations, also for a single one, with the text parts of each message joined."""
     several = list(messages)
     if several and isinstance(several[0], Mapping):
         several = [several]

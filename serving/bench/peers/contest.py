@@ -104,7 +104,7 @@ class Contest:
             self._best[phase] = best
 
     def _try(self, phase: Timed, settings: Settings, least: float = math.inf) -> float:
-        """Return the seconds of a run with `settings`: the shorter of two if it is near `least`, the best so far."""
+        """Return the shortest time with `settings`. A run that is long or far above `least` is not repeated."""
         seconds = self.peer.seconds(phase, settings)
         if seconds < min(_MUCH_LONGER * least, _LONG):
             seconds = min(seconds, self.peer.seconds(phase, settings))

@@ -20,8 +20,8 @@ _PADDING = 256  # llama.cpp rounds the length of each sequence up to a multiple 
 
 
 def tool(given: Path | None, batched: bool) -> Path:
-    """Return the path of the benchmark program `llama-bench`. `given` is its folder, or another program in it. Without
-    `given`, the program `llama-bench` is looked for on PATH. Raises MegakernelError if there is no such program."""
+    """Return the path of `llama-bench`, or of `llama-batched-bench` if `batched`. `given` is their folder, or one of
+    these programs. Without it, `llama-bench` is looked for on PATH. Raises MegakernelError if there is no program."""
     if given is None:
         if (found := shutil.which("llama-bench")) is None:
             raise MegakernelError(f"{NAME} is not installed: name a build of it with --llama-bench PATH")
