@@ -51,8 +51,8 @@ class Access:
     declarations. Instruction i touches rows [row[i], row_end[i]) and columns [col[i], col_end[i]).
 
     Row r is token row r of the step. This also holds for K_CACHE and V_CACHE, wherever in the cache the token's K and V
-    are stored. The exceptions are buffers with one row per logit row, and REDUCE. A column is an element of a row. Data
-    that does not change during a launch is not listed: weights, and the K and V of earlier steps.
+    are stored. The exceptions are buffers with one row per logit row, and REDUCE (partial sums). A column is an element
+    of a row. Data that does not change during a launch is not listed: weights, and the K and V of earlier steps.
 
     `rank` says which rank's copy of the buffer is touched: OWN, EVERY, a rank, or an array with one rank per
     instruction. None, for ITEM only, means that each row is written on its owner, the rank that keeps its residual.

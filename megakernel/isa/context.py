@@ -85,7 +85,7 @@ class Context:
         return values if self.phase.bias is None else values + self.read(self.phase.bias, index)
 
     def reduce_rows(self, rank: int, row: int, rows: int) -> slice:
-        """Return the rows of REDUCE with rank `rank`'s partial sums for an owner's token rows [row, row + rows)."""
+        """Return the rows of REDUCE where rank `rank` stores its partial sums for token rows [row, row + rows)."""
         start = self.dims.reduce_row(rank, row)
         return slice(start, start + rows)
 
@@ -121,8 +121,8 @@ class Context:
     def write_cache(
         self, buffer: Buffer, sequences: NDArray[Any], positions: NDArray[Any], columns: NDArray[Any], values: F32
     ) -> None:
-        """Store K or V, [tokens, columns]. `columns` number the elements of the rank's KV heads, head after head.
-        If the cache is quantised, they must cover whole heads."""
+        """Store `values` [tokens, columns] as K or V. `columns` are indices of elements, counted over all KV heads of
+        the rank. If the cache is quantised, all elements of a head must be stored together."""
         d, (page, offset) = self.dims, (each[:, None] for each in self._places(sequences, positions))
         head, element = np.divmod(columns, d.model.head_dim)
         if not d.model.quantised_kv:
@@ -150,8 +150,8 @@ def cache_bytes(d: Dims, buffer: Buffer, page: Any, head: Any, token: Any) -> tu
     # For each byte of a row: the number of its Q8_0 block, and its offset in the block (a scale, then elements).
     block, byte = np.divmod(np.arange(d.model.kv_row), BLOCKS[Dtype.Q8_0].bytes)
     element, elements = byte - KV_SCALE, np.minimum(d.model.head_dim - block * KV_UNIT, KV_UNIT)
-    # In a KV page, a quantised block first stores the scales of all tokens, and then their values. V stores all values
-    # of one token, then those of the next token. K stores four values of each token, then the next four of each token.
+    # A KV page has, for each KV_UNIT elements of a head, the scales of all tokens and then their values. V stores all
+    # values of one token, then those of the next. K stores four values of each token, then the next four of each token.
     scale = token * KV_SCALE + byte
     word = element // 4 * 4
     key = word * d.bucket.kv_page + token * np.minimum(elements - word, 4) + element % 4

@@ -1,4 +1,4 @@
-"""The sizes for which a program is compiled, in four records. One flat C++ struct is generated from them."""
+"""The sizes for which a program is compiled, in four dataclasses. One flat C++ struct is generated from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .dtypes import BLOCKS, Dtype
 
 # FFN and vocabulary columns are divided among ranks in multiples of SHARD_UNIT, so that no shard ends inside a
 # quantised block of 32 weights. Only the last nonempty shard may have a width that is not a multiple. If blocks have
-# 256 weights, a shard that ends inside one is an error. A CPU packs matrices in groups of 16 columns.
+# 256 weights, a shard that ends inside one is an error. A CPU packs 16 columns together, which divides SHARD_UNIT.
 SHARD_UNIT = 32
 
 # In a quantised KV cache (Q8_0), KV_UNIT elements of K or V share a scale, which takes KV_SCALE bytes.
@@ -84,9 +84,9 @@ class Shape:
     sigmoid_routes: int = 0  # 1: the score of an expert is the sigmoid of its logit; 0: the softmax of all logits
     choice_bias: int = 0  # 1: B_ROUTER is added to the scores by which experts are chosen; 0: to the logits
     route_scale: float = 1.0  # multiplies the routing weights of the chosen experts
-    shared_experts: int = 0  # every token uses the last so many experts, besides those that the router chooses
+    shared_experts: int = 0  # how many experts, the last ones, every token uses besides those that the router chooses
     shared_gate: int = 0  # 1: shared experts' weight is the sigmoid of one more logit of the router; 0: it is 1
-    dense_layers: int = 0  # in the first so many layers, every token uses the first experts, with the weight 1
+    dense_layers: int = 0  # in how many layers, the first ones, every token uses the first experts, with weight 1
     clipped_gates: int = 0  # 1: experts have the clipped gate (operations/experts.py)
     window: int = 0  # if not 0, a token attends to this many tokens, itself included, in some layers
     post_norms: int = 0  # 1: outputs of attention and the MLP are normalised before they are added to X
@@ -140,7 +140,7 @@ class ModelSizes(Shape):
 
     @property
     def kv_row(self) -> int:
-        """The length of a cache row, K or V of one token and head: in elements, or, if quantised, in bytes."""
+        """The length of K or V of one token and KV head in the cache: in bytes if quantised, otherwise in elements."""
         return self.head_dim + self.quantised_kv * KV_SCALE * ceil_div(self.head_dim, KV_UNIT)
 
     @property
@@ -152,7 +152,7 @@ class ModelSizes(Shape):
 
     @cached_property
     def spans(self) -> dict[int, int]:
-        """Maps each value that `span` has in some layer to the number of layers in which it has this value."""
+        """For each value of `span` (maximum number of attended tokens), the number of layers that have this value."""
         return Counter(map(self.span, range(self.layers)))
 
 
@@ -247,11 +247,11 @@ class Split:
         return self.first_head * self.model.head_dim if self.replicated_o else 0
 
     def query_head(self, kv_head: int) -> int:
-        """Return the rank's first query head that uses its KV head `kv_head`. Heads count from the rank's first."""
+        """Return the first query head that uses KV head `kv_head`. Both numbers count from the rank's first head."""
         return max((self.first_kv_head + kv_head) * self.model.group_size - self.first_head, 0)
 
     def query_head_end(self, kv_head: int) -> int:
-        """Return 1 more than the number of the rank's last query head that uses its KV head `kv_head`."""
+        """Return 1 + the last query head that uses KV head `kv_head`. Both numbers count from the rank's first head."""
         return min((self.first_kv_head + kv_head + 1) * self.model.group_size - self.first_head, self.rank_heads)
 
     # -- The methods below are used in Python only, and are not translated to C++.
@@ -273,8 +273,8 @@ class Split:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The sizes of the rank's parts of the model. On ranks with equal parts, instructions with equal operands do
-        the same work, on other data."""
+        """The numbers of heads, columns and experts of the rank. On ranks with equal numbers, instructions with equal
+        operands do the same work, on other data."""
         return self.rank_heads, self.rank_kv_heads, self.rank_ffn, self.rank_experts, self.rank_vocab
 
     def query_heads(self, kv_head: int) -> tuple[int, int]:
@@ -397,7 +397,7 @@ class Dims:
 
     @cached_property
     def flat(self) -> dict[str, float]:
-        """All sizes by name, in the order of DIM_FIELDS. They are cached, because each launch compares its sizes."""
+        """All sizes by name, in the order of DIM_FIELDS. They are cached, because every launch compares them."""
         sizes = vars(self.model) | vars(self.split) | vars(self.bucket) | vars(self.worker)
         return {name: sizes[name] for name, _ in DIM_FIELDS}
 
@@ -444,7 +444,7 @@ _RECORDS = {
 DIM_FIELDS: tuple[tuple[str, type], ...] = tuple(
     (f.name, float if f.type == "float" else int) for record in _RECORDS for f in fields(record) if f.name != "model"
 )
-# The sizes that are compile-time constants if the CUDA interpreter is built for one row. Sizes that depend on a
+# The sizes that are compile-time constants in a CUDA interpreter for one token row a step. Sizes that depend on a
 # server's limits are left out, because they differ between programs, and each difference would need another build.
 FIXED_SIZES = tuple(
     name

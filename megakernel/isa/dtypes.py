@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 class Dtype(IntEnum):
     """The types of stored numbers. The types from Q8_0 on are GGML's quantised blocks. Types after I32 are used for
-    weight matrices only. One of them, Q8_0, is also used for K and V."""
+    weight matrices, and Q8_0 also for K and V."""
 
     F32 = 0
     BF16 = 1
@@ -55,8 +55,8 @@ class Dtype(IntEnum):
 
 
 class Fields(NamedTuple):
-    """Fields of `width` bits, from byte `offset` of a block on. In each run of `run` bytes, the lowest fields of
-    all bytes are the first ones, the next fields of all bytes follow, and so on."""
+    """Where a quantised block has integers of `width` bits: from byte `offset` on. In every `run` bytes, the
+    lowest bits of each byte are the first `run` integers, the next bits are the next `run`, and so on."""
 
     offset: int
     width: int

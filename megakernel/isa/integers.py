@@ -51,7 +51,7 @@ class Codes(NamedTuple):
 def rounded(a: F32) -> Rounded:
     """Round float32 activations [rows, inner] to integers. Zeros fill up the last unit of 32 elements."""
     units = np.pad(a, [(0, 0), (0, -a.shape[1] % UNIT)]).reshape(len(a), -1, UNIT)
-    # The lowest four bits of the magnitudes are ignored. Of words with equal magnitudes, the first ones get 15 bits.
+    # Magnitudes are compared without their lowest four bits. Of equal words (4 elements each), the first get 15 bits.
     words = (np.abs(units).view(np.uint32) | 15).reshape(*units.shape[:2], -1, WORD).max(axis=3)
     order = np.argsort(-words.astype(np.int64), axis=2, kind="stable")
     largest, others = (np.take_along_axis(words, order, 2)[..., at].view(np.float32) for at in (0, WIDE_WORDS))

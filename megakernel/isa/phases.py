@@ -37,7 +37,7 @@ class Phase:
     `bias`         added to the results; None if the model has none
     `norm`         the scales of an RMS norm that a matmul applies to its inputs first
     `head_norm`    the scales of the RMS norms of each head of q and of k, applied before RoPE
-    `ahead`        usually 0; n if the weights are those of the layer n layers later (at most of the last layer)
+    `ahead`        usually 0; if it is n, layer l uses the weights of layer l + n, or the last layer's if there is none
     `weight_bits`  mean bits per weight in memory; None means the compute type's bits
     `number`       the number of the phase in its forward pass (`Forward`), which instructions contain
     """
@@ -124,7 +124,7 @@ class Phase:
 @lru_cache(maxsize=1024)
 def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
     spec = None if weights is None else BUFFERS[weights].weight
-    # A program file from elsewhere may name a buffer without weights here. `check_phases` refuses it later.
+    # A faulty program file may name a buffer that has no weights. `check_phases` refuses it later.
     return (0, 0) if spec is None else spec.shape(split)
 
 

@@ -23,8 +23,8 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True)
 class Loads:
     """The bytes that each instruction loads. `weights` may be loaded before the instruction's waits end, because they
-    do not depend on other instructions. The inputs, `read`, are loaded afterwards. `regions` has the bytes of
-    those regions of buffers that each instruction declares as read, each counted once, even if loaded several times."""
+    do not depend on other instructions. The inputs, `read`, are loaded afterwards. `regions` has the bytes of the
+    buffer regions that an instruction declares to read. Each region counts once, even if it is loaded several times."""
 
     weights: Floats
     read: Floats
@@ -74,7 +74,7 @@ def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     """Return the bytes that each of n instructions of rank `dims.rank` stores on each rank, as an array [n, tp]. The
     entries for rank `dims.rank` itself are 0.
 
-    Attention instructions of a layer count with equal parts of the total, because the step table divides their work.
+    Each attention instruction of a layer counts as an equal fraction of the total: the step table divides the work.
     """
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.split.tp), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Checks a program before anything executes it. If a program has no violations, code that reads it never leaves the
+"""Checks a program before anything executes it. If a program has no violations, code that reads it stays inside the
 program's arrays. Loaders of files, backends, the simulator and the disassembler call `check`, which checks each program
 once. Native code checks nothing again.
 
@@ -95,7 +95,7 @@ def _arrays(program: Program) -> Iterator[str]:
 
 
 def _layout(program: Program) -> Iterator[str]:
-    """Yield violations in the shapes of arrays and in sizes. All later checks rely on there being none."""
+    """Yield violations in the program's array shapes and sizes. All later checks assume that there are none."""
     dims = program.dims
     found = list(_arrays(program))
     yield from found
@@ -247,8 +247,8 @@ def _counters(part: Part) -> Iterator[str]:
 
 
 def _attention(body: Part, dims: list[Dims], whole: bool) -> Iterator[str]:
-    """Yield violations in attention instructions. If `whole`, all those of a rank are also checked together: the step
-    table may give any attention item to any of them, so they must name the same counters."""
+    """Yield violations in attention instructions. If `whole`, all instructions of a rank are also compared: the step
+    table may give any attention item to any instruction, so all of them must name the same counters."""
     phase = body.phases.attention
     if phase is None:
         return

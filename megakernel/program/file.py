@@ -16,7 +16,7 @@ from ..isa.record import WORDS
 from .checks import check
 from .program import ALIGNMENT, HASHED, MAGIC, SEGMENTS, START, TOTALS, VERSION, Program, Segment
 
-# The maximum length of the header in bytes, which needs about 10 kB. A longer one is not decoded.
+# The maximum length of a program file's header in bytes. Headers need about 10 kB. Longer ones are not decoded.
 MOST_HEADER_BYTES = 1 << 20
 # The maximum length of the name of a machine or a phase, because tables print it. A machine's name may be a file name,
 # which has at most 255 bytes.

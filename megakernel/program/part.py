@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]
 @dataclass(frozen=True)
 class Word:
     """All waits, or all signals, of some instruction records. Each array has one entry per wait or signal: the index
-    `row` of its record, its index `slot` in the record, and the parts of its word."""
+    `row` of its record, its index `slot` in the record, and the bit fields of its word."""
 
     row: Ints
     slot: Ints

@@ -22,7 +22,7 @@ from .program import SEGMENTS
 
 Ints = NDArray[np.int64]
 _PROLOGUE, _BODY, _EPILOGUE = range(len(SEGMENTS))
-# The maximum of any operand, any size, and any number of rows or columns. A sum of several fits into int32.
+# The maximum of any operand, any size, and any number of rows or columns. The sum of eight fits into int32.
 MOST = (1 << 28) - 1
 
 
@@ -161,7 +161,7 @@ def _together(forward: Forward) -> Iterator[str]:
 
 
 def _is_reduced(forward: Forward, p: Phase) -> bool:
-    """Whether the last phase that wrote the inputs of `p` stored partial sums there: of products with `p.weights`."""
+    """Whether the last phase that wrote the inputs of `p` stored partial sums of products with `p.weights`."""
     segment = next(s for s in forward.segments if p in s)
     before = [q for q in segment[: segment.index(p)] if q.output is p.inputs]
     return bool(before) and before[-1].result is Result.PARTIAL and before[-1].weights is p.weights

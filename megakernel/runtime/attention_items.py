@@ -30,9 +30,8 @@ from ..isa import Dims, StepTable, Units
 from ..targets import pages
 
 Ints = NDArray[np.signedinteger]
-# The attention work of all ranks, divided into pieces called items. The key is a number of KV heads, because ranks with
-# equally many heads have the same items. The value has the items as step-table columns, and the index of each
-# instruction's first item.
+# The attention items of all ranks. Ranks with equally many KV heads have the same items, so the key is the number of
+# KV heads. The value has the items as columns of the step table, and the index of each instruction's first item.
 Dealt = dict[int, tuple[dict[str, Ints], Ints]]
 
 # A CPU processes queries in tiles of this many rows, which share each read of K and V. With 32 rows, a loaded element
@@ -54,20 +53,20 @@ SLACK = 1 / 8
 
 @dataclass(frozen=True)
 class _Tiles:
-    """The query tiles, as arrays with an element per tile. A tile has consecutive rows of one chunk, or padding rows
-    (`seq` is -1), inside one row block."""
+    """Query tiles. Each array has one element per tile. A tile has consecutive token rows inside one row block, either
+    rows of one sequence or padding rows (`seq` is -1)."""
 
     row: Ints
     rows: Ints
     seq: Ints
     position: Ints  # position of the tile's first row in its sequence; 0 for padding
     chunk_row: Ints  # first row of the sequence's chunk that contains the tile
-    first: Ints  # first KV block that a row attends to in any layer: 0 unless all layers have sliding windows
+    first: Ints  # first KV block to which the tile attends in any layer; 0 unless all layers have sliding windows
     blocks: Ints  # number of KV blocks from `first` to the last row's position; 0 for padding
 
 
 def moves(dims: Dims, position: Ints) -> bool:
-    """Whether a row at one of these positions attends to other KV blocks than a row one position earlier."""
+    """Whether any token at one of these positions attends to other KV blocks than the token before it does."""
     block, window = dims.bucket.kv_block, max(dims.model.spans)
     moved = position % block == 0
     if window < dims.bucket.max_context:
@@ -76,7 +75,7 @@ def moves(dims: Dims, position: Ints) -> bool:
 
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Return the KV blocks, [begin, end), that rows at positions `first` to `last` see with the longest window."""
+    """Return the KV blocks [begin, end) to which tokens at positions `first` to `last` attend in any layer."""
     begin = dims.first_block(first)
     return begin, last // dims.bucket.kv_block + 1
 
@@ -85,8 +84,8 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     """Compute the attention items of every rank. A chunk is the tokens of a sequence in this step: chunk i has
     `count[i]` rows of sequence `seq[i]`, from position `start[i]` on. Chunks must be in row order.
 
-    If there is no room for partial results, fewer parts are cut between KV blocks. Raises MegakernelError if there are
-    more items than the program allows. This cannot happen if it allows one per row and three per slot.
+    If there is no room for more partial results, fewer KV-head groups are cut between KV blocks. Raises MegakernelError
+    if there are more items than the program allows. One item per token row and three per slot are always enough.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}
@@ -147,12 +146,12 @@ class _Parts:
 
     wide: Ints  # number of KV heads in a part; a divisor of the rank's KV heads
     cost: Ints  # cost of a part, in a unit that differs between CPUs and GPUs
-    by_blocks: NDArray[np.bool_]  # whether a part is divided between KV blocks; otherwise between rows
-    grain_blocks: int  # the least number of KV blocks of an item if a part is divided between KV blocks
+    by_blocks: NDArray[np.bool_]  # whether a part may be cut between KV blocks; otherwise only between rows
+    grain_blocks: int  # cuts between KV blocks are at multiples of this number of blocks from the tile's first
 
 
 def _core_parts(dims: Dims, tiles: _Tiles) -> _Parts:
-    """Divide query tiles into parts of one KV head, for CPUs. A part costs its number of (row, KV token) pairs."""
+    """For CPUs, make each KV head of a query tile a part. Its cost is its number of (query row, KV token) pairs."""
     before = tiles.first * dims.bucket.kv_block
     cost = tiles.rows * np.where(tiles.seq < 0, 1, tiles.position + tiles.rows - before)
     share = dims.split.rank_kv_heads * int(cost.sum()) / dims.bucket.attention_slots
@@ -163,9 +162,9 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
     """Divide tiles into parts (groups of KV heads) for SMs. A part can be cut only between KV blocks, not between rows:
     an SM takes the same time for a KV block even if the part has few rows.
 
-    A part should have enough KV heads for all warps of the SM. It has fewer if one of its KV blocks would be too much
-    work for the instructions' shares to be nearly equal. But if there are enough blocks for all slots, it is not
-    reduced below PASS_HEADS heads: loads for fewer heads do not keep memory busy."""
+    A part should have enough KV heads for all warps of the SM. It has fewer heads if one KV block of so many heads is
+    too much work to divide evenly among the instructions. But if there are enough blocks for all instructions, a part
+    has at least PASS_HEADS heads: loads for fewer heads do not keep memory busy."""
     heads, blocks = dims.split.rank_kv_heads, np.maximum(tiles.blocks, 1)
     units = pages.head_units(tiles.rows, dims)
     share = heads * int(blocks.sum()) / dims.bucket.attention_slots
@@ -177,10 +176,10 @@ def _gpu_parts(dims: Dims, tiles: _Tiles) -> _Parts:
 
 
 class _Line:
-    """All attention work, laid out on a line and then cut into equal shares. Arrays have one element per query tile.
+    """All attention work, one query tile after another, to be cut into equal shares. Arrays have one element per tile.
 
-    Lengths on the line are counted in grains. A grain is the smallest piece of work that is not cut: a run of KV blocks
-    if the part (group of KV heads) is cut between KV blocks, otherwise one row."""
+    Work is counted in grains. A grain is never cut. It is a few consecutive KV blocks if the part (group of KV heads)
+    may be cut between KV blocks, otherwise one row."""
 
     def __init__(self, dims: Dims, tiles: _Tiles) -> None:
         self.divided = divided = (_core_parts if dims.worker.units == Units.CORE else _gpu_parts)(dims, tiles)
@@ -199,7 +198,7 @@ class _Ends:
     tile: Ints
     part: Ints  # index in the tile of the part (group of KV heads) where the share ends
     grain: Ints  # index in the part of the first grain (row or run of KV blocks) of the next share
-    border: Ints  # the nearer border of the part: 0, or its number of grains
+    border: Ints  # the border of the part that is nearer to the end of the share: 0, or the part's number of grains
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class _Pieces:
 
 
 def _ends(dims: Dims, line: _Line) -> _Ends:
-    """Divide work equally among slots, and return where shares end: at a border of KV-head groups if one is near."""
+    """Divide attention work equally among slots. A slot's work ends between KV-head groups if a border is near."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)
@@ -236,7 +235,7 @@ def _ends(dims: Dims, line: _Line) -> _Ends:
 
 
 def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """Move ends of shares to borders of KV-head groups where partial results of divided groups would lack room."""
+    """If partial results of cut KV-head groups need too much room, move some of the cuts to the groups' borders."""
     number = line.first_part[ends.tile] + ends.part
     split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
     numbers = np.unique(number[split])
@@ -246,7 +245,7 @@ def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
 
 
 def _pieces(dims: Dims, tiles: _Tiles) -> _Pieces:
-    """Cut query tiles into items: at ends of shares, borders of tiles, and borders of parts that contain an end."""
+    """Cut the work into items: at shares' ends, between tiles, and before and after each part with an end inside."""
     line = _Line(dims, tiles)
     ends = _unsplit(dims, tiles, line, _ends(dims, line))
     grains = line.grains[ends.tile]
@@ -276,7 +275,7 @@ def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     split_end = first + (pieces.grain + pieces.length) * divided.grain_blocks
     block_end = np.where(split, np.minimum(split_end, block_end), block_end)
 
-    # An item waits for its own row block (group of rows), and for the row blocks of this step whose K and V it reads.
+    # An item waits for the row block of its query rows, and for the row blocks of this step whose K and V it reads.
     own = row // dims.bucket.row_block
     step_start = position - (row - tiles.chunk_row[of])  # position of the chunk's first row
     needed = tiles.chunk_row[of] + np.maximum(block * dims.bucket.kv_block - step_start, 0)

@@ -63,10 +63,10 @@ class Backend(Protocol):
         return self.start(program, table, trace=trace).wait()
 
     def write_history(self, slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-        """Set HISTORY[slot, start : start + len(tokens)], the tokens of a sequence. Allowed only between launches."""
+        """Store tokens of a sequence in HISTORY[slot, start : start + len(tokens)]. Allowed only between launches."""
 
     def load_weights(self, checkpoint: Checkpoint, places: Collection[tuple[Buffer, int]]) -> None:
-        """Replace the weights of some buffers and layers, in the same memory. Allowed only between launches."""
+        """Replace the weights of these pairs (buffer, layer), in the same memory. Allowed only between launches."""
 
     def close(self) -> None:
         """Abort a running launch, and release threads and memory. Further launches are errors."""

@@ -19,7 +19,7 @@ _BUCKET = {
 
 
 def allocate(buffer: Buffer, dims: Dims, pages: int) -> NDArray[np.generic]:
-    """Return zeros for a buffer, in its dtype (bfloat16 as uint16), with an axis for layers if layered."""
+    """Return an array of zeros for a buffer, in its dtype (bfloat16 as uint16). If layered, axis 0 is the layer."""
     spec = BUFFERS[buffer]
     layers = (dims.model.layers,) if spec.layered else ()
     return np.zeros(layers + spec.shape(dims, pages), dtype=spec.resolve_dtype(dims.model).numpy)
@@ -33,13 +33,13 @@ def holds_whole(buffer: Buffer, dims: Dims) -> bool:
 
 
 def write_history(history: NDArray[np.int32], slot: int, start: int, tokens: NDArray[np.int32]) -> None:
-    """Set HISTORY[slot, start : start + len(tokens)]. Raises MegakernelError if there is no room for them."""
+    """Store tokens in `history`, at [slot, start : start + len(tokens)]. Raises MegakernelError if they do not fit."""
     check_history(history.shape, slot, start, len(tokens))
     history[slot, start : start + len(tokens)] = tokens
 
 
 def check_history(shape: tuple[int, ...], slot: int, start: int, count: int) -> None:
-    """Raise MegakernelError if a HISTORY of this shape has no room for `count` tokens of `slot` at `start`."""
+    """Raise MegakernelError if HISTORY [slots, tokens] has no room for `count` tokens of `slot` at `start`."""
     if not (0 <= slot < shape[0] and 0 <= start <= shape[1] - count):
         raise MegakernelError(
             f"the token history has no room for {count} tokens at position {start} of slot {slot}: it has slots 0 to "

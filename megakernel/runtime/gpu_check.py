@@ -51,7 +51,7 @@ def prepare(reference: ReferenceBackend, seed: int) -> None:
 
 
 def _padding(d: Dims) -> NDArray[np.bool_]:
-    """Return a mask of REDUCE's rows without a token. A GPU stores zeros there, because it stores whole boxes."""
+    """Return a mask of REDUCE's rows that belong to no token. A GPU sets them to 0, because it stores whole boxes."""
     rows = np.arange(d.bucket.tokens)
     kept = rows if d.split.replicated_residual else rows[d.owner(rows) == d.split.rank]
     padding = np.ones(d.split.tp * d.own_rows, bool)
@@ -94,9 +94,9 @@ def check_launches(
     """Launch steps in turn. Yield a description of each step whose logits are not near the reference's, and of each
     launch whose bits differ from the step's first launch. The KV caches of both backends must be equal at first.
 
-    The steps should write different values to the same places. Otherwise, an instruction that does not wait would read
-    a right value, left by the launch before. Several GPUs begin in random order. Rarely, one begins `_LATE_S` seconds
-    after the one before it, or the launch is aborted when only some have begun.
+    The steps should write different values to the same addresses. Otherwise, an instruction that does not wait would
+    read a right value, left by the launch before. If there are several GPUs, they begin in random order. Rarely, one
+    begins `_LATE_S` seconds after the one before it, or the launch is aborted when only some have begun.
     """
     rng, first = random.Random(launches), dict[int, bytes]()
 
@@ -217,7 +217,7 @@ def _compare(before: _State, after: _State, got: _State) -> str | None:
             places = [int(np.isnan(x).sum()) for x in (a, b)]
             return f"{buffer.name} is not a number in {places[0]} places, but the reference's is in {places[1]}"
         norm, error = (float(np.linalg.norm(np.nan_to_num(x))) for x in (b, a - b))
-        # bfloat16 may round a few values in the other direction, and float32 may add in another order. PARTIALS (of
+        # A GPU may round a few bfloat16 values differently, and may add float32 values in another order. PARTIALS (of
         # attention) is a float32 buffer, but tensor cores take the softmax probabilities in bfloat16.
         limit = _ROUNDED if expected.dtype == np.uint16 or buffer is Buffer.PARTIALS else _SUMMED
         if error > limit * norm:

@@ -53,8 +53,8 @@ class SampleRow:
 
 
 class Sampling:
-    """The sampling parameters of many rows, one array per parameter. A row has the same index (its place) in all
-    arrays. The last place keeps the defaults, which padding rows use.
+    """The sampling parameters of many logit rows, one array per parameter. A row has the same index (its place) in all
+    arrays. The elements at the last index keep the defaults, which padding rows use.
 
     The keys of `columns` are names of step-table fields.
     """
@@ -104,7 +104,7 @@ class Lineup:
 
 @dataclass(eq=False, slots=True)
 class StepRows:
-    """The rows of a step. If the same sequences continue, consecutive steps have the same Lineup object."""
+    """The token rows of a step. If the same sequences continue, consecutive steps have the same Lineup object."""
 
     lineup: Lineup
     start: Ints  # for each chunk, the position of its first token in its sequence
@@ -112,7 +112,7 @@ class StepRows:
 
     @property
     def position(self) -> Ints:
-        """For each logit row, the position in its sequence of the token that it predicts."""
+        """For each logit row, the position that the predicted token will have in its sequence."""
         return self.start[self.lineup.chunk] + self.lineup.index + 1
 
 
@@ -145,8 +145,8 @@ def fill_rows(table: StepTable, rows: StepRows, sampling: Sampling) -> None:
 
 
 def move_rows(table: StepTable, rows: StepRows, before: StepRows | None = None) -> None:
-    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup. If the table has the
-    rows `before`, tokens are written only if they have changed."""
+    """Write only tokens and positions to a table that `fill_rows` has filled for the same lineup. `before` are the rows
+    that the table contains now, if they are known. Tokens are then written only if they have changed."""
     live, lineup, position = len(rows.tokens), rows.lineup, rows.start
     if live > len(lineup.slot):
         first = np.cumsum(lineup.count) - lineup.count
@@ -256,7 +256,7 @@ class Chunk:
 
 
 def build_step(dims: Dims, chunks: Sequence[Chunk]) -> StepTable:
-    """Return the step table that runs `chunks`, each in its own slot. `check_step` lists the rules.
+    """Return the step table that runs `chunks`, each in its own slot. tests/support/step_check.py lists the rules.
 
     Token rows are in the order of the chunks, and logit rows in the order of the chunks' samples. All other rows are
     padding. Raises MegakernelError if the chunks exceed a capacity of the program; the message names the field of Dims.

@@ -90,7 +90,7 @@ def item_work(view: StepTable) -> tuple[Floats, Floats]:
 
 
 def read_blocks(view: StepTable, span: int) -> NDArray[np.int32]:
-    """Return how many KV blocks (token ranges) each item's rows see if a row sees at most `span` tokens."""
+    """Return to how many KV blocks each attention item's rows attend if a row attends to at most `span` tokens."""
     first = np.maximum(view.positions[view.item_row] + 1 - span, 0) // view.dims.bucket.kv_block
     end = view.item_block + view.item_blocks
     blocks: NDArray[np.int32] = np.maximum(end - np.maximum(view.item_block, first), 0)
@@ -184,8 +184,8 @@ def _keys_values(c: Context, sequence: int, head: int, block: int, end: int) -> 
 
 
 def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -> F32:
-    """Attend with a row's query heads to some tokens. Return the maximum score, the sum of exponentials, and the output
-    times this sum: [heads, 2 + head_dim]."""
+    """Attend to some KV tokens with the query heads of a token row that use KV head `head`. Return the maximum score,
+    the sum of exponentials, and the output times this sum: [heads, 2 + head_dim]."""
     q = c.read(c.inputs, (row, _query_columns(c.dims, head))).reshape(-1, c.dims.model.head_dim)
     quantised = c.dims.model.quantised_kv
     scores = multiply(rounded(q), codes(keys, Dtype.Q8_0)) if quantised else product(q, keys.T)
@@ -196,7 +196,7 @@ def _partial(c: Context, row: int, head: int, keys: NDArray[Any], values: F32) -
 
 
 def _sink(c: Context, heads: slice) -> F32:
-    """Return query heads' sinks as the partial results of a token whose score is the sink and whose V is 0."""
+    """Return the partial results of attention sinks: a sink acts like a token with this score, and with V = 0."""
     sinks = c.weights(heads)[:, None]
     nothing = np.zeros((len(sinks), c.dims.model.head_dim), np.float32)
     return np.concatenate([sinks, np.ones_like(sinks), nothing], axis=1)

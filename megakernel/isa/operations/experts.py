@@ -36,7 +36,7 @@ def share(d: Dims) -> float:
 
 
 def here(c: Context, row: int, rows: int) -> NDArray[np.int32]:
-    """Return the chosen experts of some rows: the rank's own are counted from 0, other ranks' experts are -1."""
+    """Return the experts chosen for some rows. This rank's experts count from 0; other ranks' experts are -1."""
     own = c.buffer(Buffer.ROUTES)[row : row + rows] - c.dims.split.first_expert
     return np.where((own >= 0) & (own < c.dims.split.rank_experts), own, -1)
 

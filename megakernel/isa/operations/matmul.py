@@ -43,7 +43,7 @@ class ResultSpec:
     `meaning`   a description for readers
     `accesses`  (phase, columns, dims): returns the regions of buffers that instructions access besides their inputs;
                 `columns` has an array with all instructions' values for each operand
-    `output`    (width, dims): describes the buffer for the output of weights with `width` columns on this rank
+    `output`    (width, dims): describes the buffer for the output of a matmul with `width` output columns on this rank
     `store`     (context, row, col, *t): stores t, one array [rows, cols] per matrix
     """
 
@@ -142,7 +142,7 @@ def _store(c: Context, row: int, col: int, t: F32) -> None:
 
 
 def _partial_accesses(p: Phase, c: Columns, d: Dims) -> list[Access]:
-    """Return the accesses that store partial sums at each rank that keeps the rows. The rows are in one row block."""
+    """Return the writes of partial sums to the ranks that keep the rows' residual. A tile is inside one row block."""
     row, rank = d.reduce_row(d.split.rank, c["row"]), EVERY if d.split.replicated_residual else d.owner(c["row"])
     return [Access(given(p.output), Kind.WRITE, row, row + c["rows"], *tile(c), rank=rank)]
 

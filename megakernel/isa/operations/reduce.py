@@ -1,4 +1,4 @@
-"""REDUCE adds, on the owner of some rows, the partial sums that each rank's matmul has stored there."""
+"""REDUCE adds partial sums. All ranks' matmuls have stored them on the rank that keeps the rows' residual."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def chosen(logits: F32, model: ModelSizes, bias: F32 | None = None) -> tuple[NDA
     """Return the experts that a router chooses for each row, and their weights. An expert's score is the softmax or the
     sigmoid of its logit. Its weight is the score, divided by the sum of the chosen scores if the model says so. The
     experts with the largest logits are chosen or, if there is a `bias`, those with the largest sums of score and bias.
-    Of equal experts, the lower number comes first. NaN counts as -infinity, so that no expert is chosen twice."""
+    If two are equal, the lower number comes first. NaN counts as -infinity, so that no expert is chosen twice."""
     logits = np.where(np.isnan(logits), -np.inf, logits)
     with np.errstate(invalid="ignore"):
         every = _sigmoid(logits) if model.sigmoid_routes else np.exp(logits - logits.max(axis=1, keepdims=True))

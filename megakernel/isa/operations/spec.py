@@ -152,7 +152,7 @@ def partial_sums(d: Dims, width: int) -> Contents:
 
 
 def summed_weights(p: Phase, d: Dims) -> Contents:
-    """Return the contents of the weights whose products `p` adds up, such as the down projections of all experts."""
+    """Describe the weight buffer whose products phase `p` adds up, such as the experts' down projections."""
     shape = () if p.weights is None else BUFFERS[p.weights].shape(d, 0)
     return weights(*shape[:-2], weight_rows(p, d), p.inner(d.split))
 

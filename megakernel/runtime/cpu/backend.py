@@ -78,7 +78,7 @@ class CpuBackend(Backend):
         self._lib = load()
         self._model, self._storage = checkpoint.name, checkpoint.storage
         self._weights = families.weights(checkpoint.config)
-        # Whether the LM head is the embedding table, stored in the same type. If so, both share its memory.
+        # Whether the LM head is the embedding table, stored in the same type. If so, both use the same memory.
         self._tied = checkpoint.config.tied and self._storage.get(Buffer.LM_HEAD) == self._storage.get(Buffer.EMBED)
         self._arrays: dict[tuple[int, Buffer], NDArray[np.generic]] = {}
         self._programs: list[int] = []  # handles
@@ -193,7 +193,7 @@ class CpuBackend(Backend):
             self._lib.mk_bind(self._engine, rank, buffer, layer, array[layer].ctypes.data)
 
     def buffer(self, buffer: Buffer, layer: int = 0, rank: int = 0) -> NDArray[Any]:
-        """Return a view of a rank's buffer, in its declared shape. The view may have more rows than a program uses.
+        """Return a view of a rank's buffer, shaped as BUFFERS declares. It may have more rows than a program uses.
 
         All ranks share one copy of the output buffers. Matrices have no view: they are stored in another layout.
         """

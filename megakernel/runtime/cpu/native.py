@@ -16,7 +16,7 @@ PANEL_COLUMNS = 16  # a panel: the output columns (weight rows) that a packed ma
 
 
 def matrix(stack: int, shape: tuple[int, ...], parts: Sequence[tuple[Dtype, int, int]]) -> ctypes.Structure:
-    """Describe `stack` matrices of `shape` [..., rows, k] to native code. Their parts are (type, rows, address)."""
+    """Return a C++ struct for `stack` arrays of `shape` [..., rows, k]. Each of `parts` is (type, rows, address)."""
     matrices, rows, k = (1, *shape)[-3:]
     made = (CPart * len(parts))(*(CPart(*part) for part in parts))
     out: ctypes.Structure = CMatrix(stack, matrices, rows, k, len(parts), ctypes.addressof(made))

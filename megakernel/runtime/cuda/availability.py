@@ -112,7 +112,7 @@ def require() -> None:
 
 
 def machine(ranks: int) -> Machine:
-    """Return one rank's device: a GPU if there are enough, otherwise an equal part of the first GPU's SMs."""
+    """Return one rank's device: a GPU if there is one for each rank, otherwise equally many SMs of the first GPU."""
     require()
     devices = driver().usable
     device = devices[0]

@@ -50,7 +50,7 @@ class DeviceRows:
         self._heap, self._dims, self._buffer = heap, dims, buffer
 
     def __getitem__(self, rows: Any) -> NDArray[Any]:
-        """Return rows as an array [rows, columns] would. `rows` is a row, a slice, or a list of rows."""
+        """Return rows, like indexing an array [rows, columns]: `rows` is a number, a slice, or a list of numbers."""
         count, columns = BUFFERS[self._buffer].shape(self._dims, 0)
         # Only the rank that sampled a row has its logits, but every rank has all rows of the hidden states (Y).
         rank_rows = self._dims.own_logit_rows if self._buffer is Buffer.LOGITS else count
@@ -69,9 +69,9 @@ class CudaBackend(Backend):
     several times as long and cannot be stopped, its GPUs are lost: every later call raises an error.
 
     Four attributes are for tests and benchmarks. Without `pipelined`, a thread block fetches an instruction only when
-    the previous one has ended. `order` gets the numbers of the GPUs, and gives them in the order in which they begin a
-    launch. The other two make results meaningless: without `synchronised`, no instruction waits for another; `ablation`
-    selects a kernel without copies or without arithmetic, also without waits.
+    the previous one has ended. `order` is called with the numbers of the GPUs, and returns them in the order in which
+    they begin a launch. The other two make results meaningless. Without `synchronised`, no instruction waits for
+    another. `ablation` selects a kernel without copies or without arithmetic; its instructions do not wait either.
     """
 
     name = "cuda"
@@ -162,7 +162,7 @@ class CudaBackend(Backend):
         return loaded
 
     def _fit(self, dims: Dims) -> None:
-        """Make room for programs with the sizes `dims`. Buffers with the results of a running launch may move."""
+        """Make room for programs with the sizes `dims`. Running launches end first, because their results may move."""
         self._finish_running()
         self._heap.fit(dims)
         for lane in self._lanes:
@@ -191,8 +191,8 @@ class CudaBackend(Backend):
         return self._kernels[build]
 
     def begin(self, loaded: Loaded, table: StepTable, launch: CudaLaunch) -> None:
-        """Start `launch` on the GPUs, behind the running launch if there is one. It begins on each GPU when the running
-        one ends there. The verifier proves that by then every instruction on every GPU has ended."""
+        """Start `launch` on the GPUs. If another launch is running, the new one begins on each GPU when the other ends
+        there. The verifier proves that by then all instructions of the other have ended, on every GPU."""
         launch.lane = lane = self._lanes[0]
         self._lanes.rotate()
         self.running.append(launch)

@@ -43,8 +43,8 @@ class Build:
     out. It may have the code for models with experts, or for those with wide norms and heads. This code makes other
     models slower.
 
-    A build for one row runs only programs of one model that compute one row on one GPU. Its `constants` are the
-    sizes FIXED_SIZES, and whether any phase has a bias or normalises heads. A generic build has none."""
+    A build for one row runs only programs of one model that compute one token row per step, on one GPU. Its
+    `constants` are FIXED_SIZES, and whether any phase has a bias or normalises heads. Other builds have none."""
 
     trace: bool
     units: Units
@@ -88,7 +88,7 @@ class Compiler:
     nvcc: str | None = None
 
     def compile(self, build: Build) -> Cubin:
-        """Compile one variant. Raises MegakernelError for the first error, or for a note about slow code."""
+        """Compile one variant. Raises MegakernelError for the first error, or if the compiler reports slow code."""
         cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
         if slow := _SLOW.search(cubin.log):
             raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}; try another compiler")
@@ -150,7 +150,7 @@ def cubin(build: Build) -> bytes:
 
 
 def key(with_: Compiler, build: Build) -> str:
-    """Return a hash of everything that the machine code depends on, but not of times or paths."""
+    """Return a hash of all that the machine code depends on: the compiler's version, flags, and source files."""
     digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *build.defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())

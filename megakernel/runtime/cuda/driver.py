@@ -27,7 +27,7 @@ _NOT_READY, _OUT_OF_MEMORY, _PEER_ENABLED, _TOO_LARGE = 600, 2, 704, 720
 
 
 def check(what: str, answer: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call. Raises MegakernelError, which says what (`what`) failed and why."""
+    """Return the value of a driver call, whose purpose is `what`. Raises MegakernelError if the call failed."""
     status, *values = answer
     if int(status) != 0:
         raise MegakernelError(f"{what} failed: the CUDA driver answers {status.name}{_remedy(int(status))}")
@@ -168,7 +168,7 @@ class Gpu:
         check("copying from the GPU", answer)
 
     def interrupt(self, address: int) -> None:
-        """Set an int32 to 1 while a kernel runs, by a copy: filling memory might need an SM, and none is free."""
+        """Set an int32 to 1 while a kernel runs. The 1 is copied, because a fill might need an SM, and none is free."""
         self.use()
         source = self._one.ctypes.data
         check("stopping the launch", self.driver.cuMemcpyHtoDAsync(address, source, self._one.nbytes, self._side))

@@ -53,7 +53,7 @@ class Heap:
         return len(BUFFERS[buffer].layers(dims.model)) * max(copy_bytes(buffer, d, self.pages) for d in dims.ranks)
 
     def _place(self, sizes: dict[Buffer, int], head: int = 0) -> list[tuple[Gpu, int]]:
-        """On each rank, allocate `head` bytes, then buffers of these sizes. Return each rank's GPU and address."""
+        """For each rank, make one allocation: `head` bytes, then buffers of these sizes. Return its GPU and address."""
         offsets, end = {}, head
         for buffer, size in sizes.items():
             offsets[buffer] = end
@@ -69,7 +69,7 @@ class Heap:
 
     def fit(self, dims: Dims) -> None:
         """Make room for programs with the sizes `dims`. Activations and outputs may move and be lost."""
-        # The host reads these buffers after each launch. They come first, so that a single copy transfers them.
+        # The buffers _READ come first, because the host reads them after each launch with a single copy.
         buffers = (*_READ, *(b for b in _in(Space.ACTIVATION, Space.OUTPUT) if b not in _READ))
         sizes = {b: max(self._most(b, dims), self._sizes.get(b, 0)) for b in buffers}
         if sizes == self._sizes:
@@ -107,7 +107,7 @@ class Heap:
         return np.array([[self._address.get((r, b), 0) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def strides(self) -> NDArray[np.uint64]:
-        """Return the stride of each buffer of each rank: [tp, buffers]."""
+        """Return the distance in bytes between successive layers, for each buffer of each rank: [tp, buffers]."""
         return np.array([[self.stride(r, b) for b in Buffer] for r in range(self._dims.split.tp)], np.uint64)
 
     def maps(self, gpu: Gpu, forward: Forward, dims: Dims) -> int:

@@ -11,8 +11,8 @@ _TURN = 32  # a warp processes this many columns of its accumulators at a time (
 
 
 def wide(model: ModelSizes) -> bool:
-    """Whether the model needs the code for wide norms and heads, for caps, or for scales of heads after RoPE. Only
-    builds with `Build.wide` have it."""
+    """Whether the model needs code that only builds with `Build.wide` have: for wide norms or heads, for capped scores
+    or logits, or for norm scales that are applied after RoPE."""
     own = model.whole_norms or model.late_scales or model.score_cap or model.logit_cap
     return model.head_dim > HEAD_PART or bool(own)
 

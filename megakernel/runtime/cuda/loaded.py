@@ -117,7 +117,7 @@ class Grid:
         self._point()
 
     def diagnoses(self, lane: int) -> int:
-        """The address where the watchdog records what each warp waits for in a launch of this lane."""
+        """The address where the watchdog records what each warp waits for. Each launch under way has its own lane."""
         return self._tables["diagnoses"] + lane * self._notes.nbytes
 
     def waits(self, lane: int) -> list[stall.Wait]:
@@ -180,7 +180,7 @@ class Lane:
             done.record()
 
     def aborted(self) -> bool | None:
-        """Whether a watchdog has aborted the launch on a GPU; other GPUs then wait in vain. None: it still runs."""
+        """Whether a watchdog has aborted the launch on a GPU, for which others may still wait. None: it still runs."""
         done = [done.done() for done in self._done]
         failed = any(ended and pinned[:_WORD].any() for ended, pinned in zip(done, self._pinned[1:], strict=True))
         return failed if failed or all(done) else None
@@ -242,7 +242,7 @@ class Loaded:
 
     def synchronise(self, wanted: bool) -> None:
         """Set whether instructions wait and signal. If this changes, the counters are reset, because launches without
-        signals do not count in them."""
+        signals have added nothing to them."""
         if wanted != self._synchronises:
             self.reset()
             for grid in self.grids:

@@ -1,4 +1,4 @@
-"""The tensor maps of a program. They describe buffers to the TMA copy engine, which reads and writes boxes of them."""
+"""The tensor maps of a program. They describe buffers to TMA, the GPU's engine that copies boxes of their elements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def map_layouts(forward: Forward, dims: Dims, pages: int) -> dict[tuple[Buffer, 
 
 def map_bits(forward: Forward, dims: Dims) -> tuple[int, int]:
     """Return two bit masks, in which bit b stands for buffer b: the buffers that have tensor maps, and those of them
-    that are also stored on other ranks."""
+    into which instructions of other ranks also store."""
     partial = {phase.output for phase in forward if phase.is_matmul and phase.result is Result.PARTIAL}
     used = {buffer for d in dims.ranks for buffer, _ in map_layouts(forward, d, 1)}
     own, everywhere = (sum(1 << buffer for buffer in buffers) for buffers in (used, used & partial))

@@ -49,7 +49,7 @@ class Wait:
 
     @property
     def consumer(self) -> int:
-        """The number of the consumer warp; negative for a warp that is not a consumer."""
+        """The index of this warp among the consumer warps (which compute); negative if it is not one of them."""
         return self.warp - len(SERVICE_WARPS)
 
 

@@ -21,7 +21,7 @@ def load_weights(
     heap: Heap, checkpoint: Checkpoint, dims: Dims, places: Collection[tuple[Buffer, int]] | None = None
 ) -> None:
     """Copy all weights to the GPUs and set their addresses. Ranks on one GPU share weights that each needs as a whole.
-    `places` are the buffers and layers to copy again, to the same addresses; None: all, for the first time."""
+    `places` are the (buffer, layer) pairs to copy again, to the same addresses; None: all, for the first time."""
     ranks = dims.ranks
     weights = families.weights(checkpoint.config)
     own = [b for b in weights if not (b is Buffer.LM_HEAD and checkpoint.config.tied)]
@@ -50,7 +50,7 @@ def load_weights(
 
 
 def _home(heap: Heap, ranks: list[Dims], d: Dims, buffer: Buffer) -> int:
-    """Return the rank whose copy of a weight buffer rank `d.rank` uses: its own, or an earlier rank's."""
+    """Return the rank whose copy of a weight buffer rank `d.rank` uses: itself, or an earlier rank on the same GPU."""
     gpu = heap.node.gpu(d.split.rank)
     sharing = (r.split.rank for r in ranks if heap.node.gpu(r.split.rank) is gpu and holds_whole(buffer, r))
     return next(sharing) if holds_whole(buffer, d) else d.split.rank

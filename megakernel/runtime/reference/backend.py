@@ -143,7 +143,7 @@ class ReferenceBackend:
             counters.launch += 1
             launch.run(self._order)
         except BaseException:
-            # A failed launch leaves counters and the arrivals in SPLITS incomplete, so the next starts from 0.
+            # A failed launch leaves counters incomplete, also those of finished items in SPLITS. Set all to 0.
             counters.reset()
             for rank in range(self.dims.split.tp):
                 self.buffer(Buffer.SPLITS, rank=rank).fill(0)

@@ -20,7 +20,7 @@ from ...trace import Trace, TraceHeader
 
 
 class Counters:
-    """The values of a program's counters, [ranks, blocks x counters]. Each launch adds the same total to a counter, and
+    """The values of all counters, [ranks, counters per rank]. Each launch adds the same total to a counter, and
     counters are not reset between launches. A wait in launch k (counted from 1) therefore ends when the counter is at
     least k times its total. The comparison works modulo 2^32, because counters overflow."""
 
@@ -189,7 +189,7 @@ class ReferenceLaunch:
         return self._timed(place, partial(attend, self._context(place.phase, self._tables[place.rank], layer), item))
 
     def _drain(self, place: StreamPlace) -> Iterator[Blocked | None]:
-        """Claim instructions of a queue and run them, until its first `end` instructions are claimed in this layer."""
+        """Claim a queue's instructions and run them, until its first `end` (an operand) are claimed in this layer."""
         while self._left(place):
             yield from self._run(self._claim(place))
 
@@ -207,7 +207,7 @@ class ReferenceLaunch:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
 
     def _item_members(self, place: StreamPlace, item: int) -> list[int]:
-        """Return which counters of the grid [row block][KV head group] an item waits for, as offsets from the first."""
+        """Return which counters an attention item waits for, as offsets in the grid [row block][group of KV heads]."""
         t = self._tables[place.rank]
         first = int(t.item_kv_head[item])
         last = first + int(t.item_kv_heads[item]) - 1
@@ -242,7 +242,7 @@ class ReferenceLaunch:
         return block * self._program.counters + (word & record.COUNTER_MASK) - 1
 
     def _wait(self, place: StreamPlace, words: list[int], members: Iterable[int] = (0,)) -> Iterator[Blocked]:
-        """Wait for each word's counter or, if the word names several, for those at the offsets `members`."""
+        """For each word, wait until counters reach their totals: those at offsets `members` from the word's counter."""
         for counter in [self._counter(place, word) + member for word in words for member in members]:
             while not self._counters.met(place.rank, counter):
                 value = int(self._counters.values[place.rank, counter])
