@@ -76,8 +76,8 @@ def _constants(groups: tuple[tuple[ModuleType, str], ...]) -> list[str]:
     return lines
 
 
-# Methods of these records are translated to C++, so that Python and C++ compute the same sizes. C++ computes the sizes
-# in _DERIVED once per program, but those in _QUICK at each use, like the _FUNCTIONS, which have arguments.
+# Methods of these dataclasses are translated to C++, so that Python and C++ compute the same sizes. C++ computes the
+# sizes in _DERIVED once per program, except those in _QUICK. It computes these and the _FUNCTIONS at each use.
 _RECORDS = (dims.ModelSizes, dims.Split, dims.Bucket, Dims)
 _DERIVED = (
     *("row_blocks", "pages_per_seq", "own_rows", "own_logit_rows", "mask_words", "kv_row", "group_size", "rank_heads"),
@@ -151,9 +151,9 @@ def _method(name: str) -> str:
 
 
 def _sizes() -> list[str]:
-    """Return the lines of the C++ struct `Sizes`. It extends Dims by a field, and a method that returns it, for
-    each derived size that is slow to compute. In a build of the interpreter for one token row, the sizes in
-    `FIXED_SIZES` are constants instead."""
+    """Return the lines of the C++ struct `Sizes`. It inherits from Dims, and stores each derived size that is slow to
+    compute. In a build of the CUDA interpreter for steps of one token row, the sizes in `FIXED_SIZES` are compile-time
+    constants, so nothing is stored for derived sizes."""
     kept = [name for name in _DERIVED if name not in _QUICK]
     varying = [name for name, _ in DIM_FIELDS if name not in FIXED_SIZES]
     return [

@@ -24,7 +24,7 @@ class MegakernelError(Exception):
 
 @contextmanager
 def file_errors(task: str) -> Iterator[None]:
-    """Turn an OSError in the block into a MegakernelError that says "cannot `task`" and adds the system's message."""
+    """Turn an OSError in the `with` block into a MegakernelError: "cannot `task`" and the system's message."""
     try:
         yield
     except OSError as e:
@@ -41,7 +41,7 @@ def regular(path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path, what: str) -> Iterator[Path]:
-    """Yield the path of a temporary file, which replaces `path` when the block ends, so that nobody reads a partial
+    """Yield the path of a temporary file. It replaces `path` when the `with` block ends, so that nobody reads a partial
     file.
 
     If the disk is full, the old file stays and the temporary file is removed. Several processes may write `path` at

@@ -1,5 +1,5 @@
-"""Finds the native library, and reads its functions and structs from the C++ sources, so that Python has their
-parameters and layouts without declaring them again."""
+"""Loads the compiled C++ library for ctypes. The parameters of its functions and the layouts of its structs are read
+from the C++ sources, so Python does not declare them again."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def within(kind: Callable[[str], Any], least: float, most: float, what: str) -> 
 
 
 def matching(pattern: str, what: str, convert: Callable[[str], Any] = str) -> Callable[[str], Any]:
-    """Return a function that converts texts that match `pattern`. The error for other texts says that they are
-    `what`."""
+    """Return a function that converts texts that match `pattern`. Its error message for any other text is
+    "TEXT is `what`", where `what` is, for example, "not a size such as 16 MiB"."""
 
     def read(text: str) -> Any:
         if not re.fullmatch(pattern, text):
@@ -197,14 +197,14 @@ class Setting:
 
 
 def lines(table: str) -> list[str]:
-    """Return the lines of a table such as _TABLE, each with the lines that continue it."""
+    """Return the entries of a table such as _TABLE. Indented lines are joined to the line that they continue."""
     return table.strip().replace("\n    ", " ").splitlines()
 
 
 def declared(line: str, readers: dict[str, Callable[[str], Any]]) -> tuple[str, Setting]:
     """Return the name and the setting in a line of _TABLE. The name is that of the flag in Python, such as
     `max_num_seqs` for --max-num-seqs, or that of the environment variable in lower case. `readers` parse further types.
-    A type with an ending, such as FILE.html, is parsed as the type without it."""
+    A type with a file name's ending, such as FILE.html, is parsed like FILE."""
     names, kind, default, what = line.split(" | ")
     flag, *aliases = [name for name in names.split() if name.startswith("-")] or [""]
     env = next((name for name in names.split() if name.isupper()), None)

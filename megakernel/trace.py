@@ -17,9 +17,9 @@ from .errors import MegakernelError, file_errors, regular, whole_file
 
 
 class Role(IntEnum):
-    """The part of a worker that executed an interval. On a CPU, a worker is one thread, and its only role is WORKER. On
-    a GPU, each other role is a kind of warp. A LOADER loads weights, and waits only for free pages of shared memory. An
-    INPUT_LOADER waits for counters and then loads activations."""
+    """The kind of thread or warp that did the work of an interval. On a CPU, a worker is one thread with the role
+    WORKER. On a GPU, each other role is a kind of warp. A LOADER loads weights, and waits only for free pages of shared
+    memory. An INPUT_LOADER waits for counters and then loads activations."""
 
     WORKER = 0
     CONTROLLER = 1
@@ -64,8 +64,8 @@ _MAGIC = b"MKTRACE1"
 class TraceHeader:
     """Facts about a whole trace. `program` is the hash of the traced program. `source` says what wrote the trace:
     reference, cpu, cuda, protocol or simulator. Reading the clock takes `read_s` seconds. `clock_error_s` is the
-    largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts the intervals that had
-    no room. `machine` is the machine that a simulator assumed, or "" for that of the program."""
+    largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts intervals that were lost
+    because memory for the trace was full. `machine` names the machine that a simulator assumed; "" is the program's."""
 
     program: str
     source: str

@@ -1,4 +1,4 @@
-"""Numbers with units, as text. A number that is rounded up to the next unit is shown in that unit."""
+"""Numbers with units, as text. A number that rounds to 1,000 of a unit is shown in the next larger unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def _prefix(value: float, digits: int) -> tuple[float, str]:
-    """Return the decimal prefix, as size and name, that suits `value` rounded to `digits` significant digits."""
+    """Return the size and the name of the decimal prefix for `value`, rounded to `digits` significant digits."""
     rounded = float(f"{value:.{digits}g}")
     return next(((size, prefix) for size, prefix in _PREFIXES if rounded >= size), (1.0, ""))
 

@@ -1,6 +1,6 @@
-"""Chooses how ranks share the work of a step and where norms are computed, for options that are left open. Then cuts
-the step into tile tasks. The cost model predicts how long a layer takes, which is faster than a simulation. `tune` may
-have decided the same options before, by simulation."""
+"""Decides compiler options whose value is `auto`: how ranks share the work of a step, and where norms are computed.
+Then cuts the step into tile tasks. The cost model predicts how long a layer takes, which is faster than a simulation.
+`tune` may have decided the same options before, by simulation."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def lowered(spec: Spec, stages: Stages | None = None) -> Tasks:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a step, with no choice of `spec.options` left open. `stages` keeps the tile tasks into which
-    phases are cut, because cutting takes time."""
+    """One way to compute a step: in `spec.options`, all options that affect its tasks are decided, so none is `auto`.
+    `stages` caches the tile tasks into which phases (operations) are cut, because cutting takes time."""
 
     spec: Spec
     stages: Stages
@@ -107,7 +107,7 @@ def _settled(spec: Spec, stages: Stages) -> Spec:
 
 
 def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
-    """Return `spec` with one of `changes` made to its options: the fastest one, as the cost model predicts."""
+    """Return `spec`, with that one of `changes` made to its options which the cost model predicts to be fastest."""
 
     def predict(options: Options, _: float) -> float:
         return Candidate(replace(spec, options=options), stages).layer_seconds
@@ -117,10 +117,10 @@ def _fastest(spec: Spec, changes: list[Change], stages: Stages) -> Spec:
 
 
 def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
-    """Return the spec `own` with the norm option `wanted` or, for auto, the fastest one. If each row of the residual is
-    stored on one rank only, this rank normalises the row and sends the result to all ranks. With enough row blocks, the
-    attention norm then runs at the end of the previous layer, where it overlaps that layer's last matmul. If every rank
-    stores all rows, a matmul with few rows may normalise its own inputs."""
+    """Return the spec `own`, whose norm option is "own", with the norm option `wanted`. "auto" is decided here. If only
+    one rank stores a row of the residual, this rank normalises the row and sends the result to all ranks. With
+    enough row blocks, "next" is chosen, so that this overlaps the previous layer's last matmul. If every rank stores
+    all rows, a matmul with few rows may normalise its inputs itself ("inside")."""
     dims = own.dims
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     rows = min(dims.bucket.row_block, dims.bucket.tokens)

@@ -50,7 +50,7 @@ def step_seconds(program: Program, machine: Machine) -> float:
 
 
 def unit_seconds(phase: Phase, columns: dict[str, Column], dims: Dims, machine: Machine) -> tuple[float, float, float]:
-    """Return for how many seconds a rank's instructions of a phase would occupy its arithmetic, memory and link."""
+    """Return how many seconds a rank's instructions of a phase occupy its arithmetic units, its memory and its link."""
     work = cost(phase, columns, dims)
     arithmetic = float(_arithmetic(phase, columns, dims, machine, work).sum()) / machine.workers
     return arithmetic, *_traffic_seconds(phase, columns, dims, machine, work)
@@ -91,5 +91,5 @@ def balanced_rows(dims: Dims, machine: Machine) -> float:
 
 def panel_blocks(dims: Dims, machine: Machine, panel: int) -> int:
     """Return the number of row blocks in a panel, a group of row blocks that share one pass over the weights. The panel
-    is made so large that arithmetic, not memory, is the limit. A `panel` other than 0 is used as it is."""
+    is made so large that arithmetic, not memory, is the limit. If `panel` is not 0, it is the result."""
     return panel or min(math.ceil(balanced_rows(dims, machine) / dims.bucket.row_block), dims.bucket.row_blocks)

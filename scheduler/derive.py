@@ -103,10 +103,10 @@ def derive(tasks: Tasks, stages: Stages | None = None) -> Dependencies:
     found = Dependencies(groups)
     for b, producers in enumerate(_candidates(groups, nodes)):
         items = groups[nodes[b].group].index is Index.ITEM
-        # The producers that `b` waits for and that belong to the same run of a layer as `b`.
+        # The groups that group `b` waits for and that belong to the same run of a layer as `b`.
         waited: list[int] = []
-        # Leave out edges that other edges imply. The edge from `a` to `b` is implied if `a` must precede a later
-        # producer of `b`. So visit the latest producer first.
+        # Leave out edges that other edges imply. The edge from `a` to `b` is implied if group `a` must precede another
+        # group that `b` waits for. That group is later than `a`, so visit the latest producer of `b` first.
         for a in reversed(producers):
             if before[b] >> a & 1:
                 continue
@@ -161,7 +161,7 @@ def _groups(part: PhaseTasks, d: Dims) -> list[tuple[int, Index, NDArray[np.int6
                     access.buffer,
                     (owner,) if access.rank is None else _ranks(access.rank, d),
                     access.kind is not Kind.READ,
-                    # A step may select any row that the instruction declares. Take all rows of this row block.
+                    # The inputs of a step may select any row, so a virtual group touches all rows of its row block.
                     (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
@@ -201,7 +201,7 @@ def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[in
 
 def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the pairs of nodes (runs of groups of tasks) whose boxes overlap, where at least one of the two writes: an
-    array [2, pairs]. Each row of `hulls` is a box (row, row_end, col, col_end, node, writes). The rows are sorted. A
+    array [2, pairs]. `hulls` [boxes, 6] has row, row_end, col, col_end, node and writes of each box, and is sorted. A
     box covers few rows of its buffer, so all boxes that may overlap it lie in a short range of the sorted boxes."""
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")

@@ -19,7 +19,7 @@ def describe(program: Program) -> dict[str, Any]:
     per_layer               the instructions of one layer, counted by the name of their phase (operation)
     workers, ranks, layers, counters (over all layers), bytes (size of the program file)
     matmul                  dots (dot products on CUDA cores) or tensor (matrix units); None for a CPU
-    lowering                where norms are computed and what ranks share, see the function `lowering`
+    lowering                where norms are computed, and how ranks share work: the result of `lowering`
     link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
     link_bytes              bytes that the instructions of one launch store on other ranks"""
     dims, layers = program.dims, program.dims.model.layers

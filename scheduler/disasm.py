@@ -44,8 +44,8 @@ def disassemble(program: Program) -> Iterator[str]:
 def _segment(
     title: str, segment: Segment, of: tuple[str, int], totals: Totals, forward: Forward, start: int = 0
 ) -> Iterator[str]:
-    """Yield the lines of one part of a program: the prologue, one layer or the epilogue of all workers, or all queues.
-    `of` is ("worker", workers per rank), or for queues ("queue", queues per rank)."""
+    """Yield the lines for one segment (prologue, layer or epilogue) of all workers' streams, or for all queues. `of` is
+    ("worker", workers per rank), or for queues ("queue", queues per rank)."""
     name, each = of
     if each:
         yield f"{title}:"

@@ -73,7 +73,7 @@ def _tasks(phase: Phase, d: Dims, machine: Machine, panel: int, before: list[Pha
 
 
 def _idle(phase: Phase, d: Dims) -> bool:
-    """Whether the rank does nothing in a phase. Then it has no heads, or none of the weights that ranks divide."""
+    """Whether the rank `d.rank` has no work in a phase: it has no heads, or none of the weights that ranks divide."""
     return {Result.PARTIAL: phase.inner(d.split), Result.HEADS: d.split.rank_heads}.get(phase.result, 1) == 0
 
 
@@ -94,7 +94,7 @@ def _blocks(phase: Phase, d: Dims, machine: Machine) -> _Blocks:
 
 def _runs(phase: Phase, d: Dims, machine: Machine) -> PhaseTasks:
     """Cut an operation on whole rows, such as a norm: each task gets some consecutive rows. There are enough tasks for
-    all workers. The tasks have nearly equal numbers of rows, and each task lies inside one row block."""
+    all workers if there are enough rows. Tasks have nearly equal numbers of rows, each inside one row block."""
     rows = _blocks(phase, d, machine)
     at_most = max(1, ceil_div(len(rows), machine.workers))
     pieces = ceil_div(rows.length, min(at_most, rows.length))
@@ -127,8 +127,8 @@ def _tiles(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
 
 
 def _places(phase: Phase, d: Dims, machine: Machine, panel: int) -> PhaseTasks:
-    """Cut the matmuls of a mixture of experts into column tiles for each place. The operand `place` selects an expert.
-    For tiles of one row, place j is the j-th expert that the row uses; for tiles of all rows, expert j of the rank."""
+    """Cut the matmuls of a mixture of experts into column tiles, for each value of the operand `place`, which selects
+    an expert. In a tile of one row, place j is the row's j-th expert; in a tile of all rows, the rank's expert j."""
     length, starts = (d.bucket.tokens, 1) if d.by_expert else (1, d.bucket.tokens)
     blocks, first = (starts * d.places, max(1, round(length * share(d)))), {"row": 0, "rows": length, "place": 0}
     cuts = _column_cuts(phase, first, blocks, machine.tiles.col_unit, d, machine, panel)
@@ -179,7 +179,7 @@ def _attention(phase: Phase, heads: PhaseTasks | None, d: Dims) -> PhaseTasks:
     assign to it. `heads` are the tasks that compute q, k and v. Attention waits for these tasks separately for each
     group of KV heads, and a task of `heads` signals every group to which it contributes. Small groups let attention
     begin earlier, but the signals of a task must fit into its encoded instruction. So the groups are the smallest that
-    fit. They leave one signal free, for a phase that overwrites data that the task reads, such as the RoPE table."""
+    fit. One signal stays free for a phase that overwrites the task's inputs, such as the RoPE table."""
     slot = np.arange(d.bucket.attention_slots if heads else 0, dtype=np.int32)
     columns = {name: np.zeros_like(slot) for name in phase.operands} | {"slot": slot}
     if heads:

@@ -60,12 +60,12 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
 
 _STAGES = (OperationFamily.MATMUL, OperationFamily.ATTENTION)
 # A layer may end with a reduction over ranks and the next layer's norm. Both run panel by panel (a panel is a group of
-# row blocks), and follow the layer's last matmul at this distance, in panels. By then, the partial sums of all ranks
+# row blocks), and follow the layer's last matmul by this number of panels. By then, the partial sums of all ranks
 # have arrived.
 _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
 # A norm or reduction between two stages handles each panel (group of row blocks) in the gap between the panel's end in
-# the first stage and its begin in the second. _LEFT is the fraction of the gap that is left at this time. It is less
-# than one half, because in the middle of the gap the second stage may begin another panel, which is more urgent.
+# the first stage and its begin in the second. _LEFT is the fraction of the gap that remains then. It is less than
+# one half, because in the middle of the gap the second stage may begin another panel, which is more urgent.
 _LEFT = 7 / 16
 
 

@@ -11,7 +11,7 @@ Boxes = NDArray[np.int32]  # [n, 4]: row, row_end, col, col_end
 
 
 def boxes(access: Access) -> Boxes:
-    """Return for each instruction the box that it touches in a buffer, or an empty box if it touches nothing there."""
+    """Return for each instruction the rectangle of a buffer that it touches, or an empty one if it touches nothing."""
     return np.stack([access.row, access.row_end, access.col, access.col_end], axis=1)
 
 
@@ -22,8 +22,8 @@ def nonempty(b: Boxes) -> NDArray[np.bool_]:
 
 
 def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
-    """Divide `b` into groups of consecutive boxes, and return the smallest box around each group: [len(starts), 4].
-    `starts` has the first index of each group. The box around empty boxes is empty."""
+    """Divide the rectangles `b` into groups of consecutive ones, and return the smallest rectangle around each group:
+    [len(starts), 4]. `starts` has the first index of each group. Empty rectangles are ignored."""
     none = np.iinfo(np.int32).max
     filled = np.where(nonempty(b)[:, None], b, np.array([none, -1, none, -1], dtype=np.int32))
     low = np.minimum.reduceat(filled[:, ::2], starts)

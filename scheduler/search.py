@@ -19,7 +19,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {**CHOICES, "interleave": (True, False)}
 
 
 def search(best: Options, choices: Sequence[Sequence[Change]], predict: Predict) -> Options:
-    """Return the fastest options that a local search finds from `best`. A choice is a list of changes of options. The
+    """Return the fastest options that a local search finds from `best`. A choice is a list of alternative changes. The
     search goes through the choices in turn, again and again, and takes the fastest change of each. It stops when every
     choice has been tried since the last improvement."""
     best_s, since = predict(best, math.inf) if choices else 0.0, 0

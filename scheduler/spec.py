@@ -102,7 +102,7 @@ class Spec:
         return max(1, min(self.machine.tiles.rows, self._tile_rows(UNITS[self.machine.tiles.target][0])))
 
     def _tile_rows(self, units: Units) -> int:
-        """Return how many rows a tile of any matmul of a rank may have, with the O projection sharded or replicated."""
+        """Return how many rows any matmul tile of a rank may have, for a sharded and for a replicated O projection."""
         if units is not Units.DOTS:
             return self.machine.tiles.rows
         split = replace(self.split, replicated_o=1)
@@ -123,8 +123,8 @@ class Spec:
 
     @cached_property
     def dims(self) -> Dims:
-        """The sizes of the program. All ways to share work accept the same steps, because the limits on attention,
-        logit biases and masks depend only on the sizes and on the number of workers.
+        """The sizes of the program. However ranks share the work, a program accepts the same steps, because the limits
+        on attention, logit biases and masks depend only on the step's maximum sizes and the number of workers.
 
         With a divided residual, row blocks (groups of rows) are so short that each rank owns at least one, if there are
         enough rows. The length of a row block is rounded up to a multiple of the rows that the target stores at once.

@@ -9,8 +9,8 @@ selects the counters to wait for. These counters form three grids: [row block][K
 attention, [row block] for its outputs, and [row block] for the final rows, which are the residual rows after the last
 layer.
 
-`synchronise` is a pipeline. Each of its steps creates counters, and returns them with their signals and waits as
-`Links`. The last step numbers all counters and writes the words."""
+`synchronise` calls several functions in turn. Each one creates counters, and returns them with their signals and waits
+as `Links`. The last function, `_written`, numbers all counters and writes the words."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHARED = -1  # home of a counter that is signalled on all ranks at once, and so 
 
 class Target(NamedTuple):
     """What a signal names: a counter, and the rank whose copy of the counter gets the signal, or ALL_RANKS, or OWNER.
-    Counters are first numbered in the order in which the steps create them; `_numbers` gives the final numbers."""
+    Counters are first numbered in the order in which they are created; `_numbers` gives the final numbers."""
 
     counter: int
     rank: int
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """The encoded signals of some tasks: those at the indices `members` in the PhaseTasks `tasks` of a segment."""
+    """The encoded signals (`words`) of some tasks: the tasks `members` of the segment's PhaseTasks number `tasks`."""
 
     segment: int
     tasks: int
@@ -59,7 +59,7 @@ class Signals(NamedTuple):
 
 
 class Successors(NamedTuple):
-    """The groups of tasks on `rank` that wait for a group. ALL_RANKS stands for the same tasks on every rank."""
+    """The groups of tasks on `rank` that wait for one group. ALL_RANKS means that the same tasks wait on every rank."""
 
     rank: int
     groups: frozenset[int]
@@ -67,14 +67,14 @@ class Successors(NamedTuple):
 
 @dataclass(frozen=True)
 class Links:
-    """The counters that a step of `synchronise` creates, and who uses them.
+    """The counters that one of the functions in `synchronise` creates, and who uses them.
 
     homes     for each counter, the only rank that uses it, or SHARED
     signals   encoded signals, in the order in which they are written into a task's record
     waits     the counters for which each group of tasks waits
     picks     (segment, index of PhaseTasks) -> the first counter of the grid from which the step's inputs select the
               counters for which these tasks wait
-    arrivals  the arrivals of signals whose counter the step's inputs select"""
+    arrivals  target -> how many arrivals it gets from signals whose counter the step's inputs select"""
 
     homes: Sequence[int] = ()
     signals: Sequence[Signals] = ()
@@ -128,7 +128,7 @@ def _next(links: Iterable[Links]) -> int:
 
 
 class _Graph:
-    """Which groups of tasks wait for which. No step of `synchronise` changes it.
+    """Which groups of tasks wait for which. The functions in `synchronise` do not change it.
 
     items       the groups that stand for attention items
     to_items    the edges (producer, item) to attention items
@@ -240,7 +240,7 @@ def _attention_grids(graph: _Graph) -> Links:
 
 
 def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
-    """Return a mask [tasks, KV-head groups]: whether a task of the producer's phase computes inputs of a group."""
+    """Return a mask [tasks, KV-head groups]: whether a task of the producer computes what a group reads."""
     attention, made = graph.phase_tasks(item), graph.phase_tasks(producer)
     rank_dims = graph.tasks.dims.ranks[graph.groups[item].rank]
     return head_groups(made.phase, made.columns, attention.phase, rank_dims, int(attention.columns["group_heads"][0]))
@@ -296,7 +296,7 @@ def _groups_done(
 ) -> tuple[Links, dict[int, set[Target]]]:
     """Let each group of tasks signal counters for which its successors wait. `final` is the second result of
     `_final_row_grid`. Return the links and, for each group that waits for groups of the previous layer, the counters
-    that these signal."""
+    that those groups of the previous layer signal."""
     shared, signals = _Shared(first, final), []
     for producer, group in enumerate(graph.groups):
         within = [shared.target(f"within {group.segment}", to) for to in graph.within.get(producer, ())]
@@ -356,7 +356,7 @@ def _signallers_of_the_rest(
 
 
 def _written(graph: _Graph, links: Sequence[Links]) -> Sync:
-    """Number the counters of all steps, encode all waits and signals, and add up the arrivals of each counter."""
+    """Number the counters of all `links`, encode all waits and signals, and add up the arrivals of each counter."""
     tasks, tp = graph.tasks, graph.tasks.dims.split.tp
     homes = [home for each in links for home in each.homes]
     waits = [[np.zeros((len(part), rec.WAITS), np.int32) for part in segment] for segment in tasks.segments]
@@ -425,7 +425,7 @@ def _numbers(homes: Sequence[int]) -> NDArray[np.int32]:
 
 def _arrivals(signals: Sequence[Words], tp: int, counters: int) -> tuple[Totals, Totals]:
     """Return how many arrivals the signals of a segment (prologue, layer or epilogue) add to each counter, as two
-    arrays [ranks, counters]: one for the counters of its own layer, and one for those of the next layer."""
+    arrays [ranks, counters]: one for the counters of the segment's own layer, and one for those of the next layer."""
     words = np.concatenate([part.ravel() for part in signals])
     words = words[(words != 0) & (words & rec.INDEXED == 0)]
     out = []

@@ -30,7 +30,7 @@ class PhaseTasks:
 
     @cached_property
     def content(self) -> Hashable:
-        """A key for what the tasks compute, without the phase's name and number, in which equal phases may differ."""
+        """A key for what the tasks compute. It omits the phase's name and number, which may differ in equal phases."""
         columns = b"".join(self.columns[name].tobytes() for name in self.phase.operands)
         return replace(self.phase, name="", number=0), columns, self.block.tobytes()
 

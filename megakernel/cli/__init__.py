@@ -173,7 +173,7 @@ def _drop_output() -> None:
 
 
 def _dashed(argument: str) -> str:
-    """Return a flag with hyphens for underscores, because vLLM accepts both spellings. Others remain as they are."""
+    """Return a flag with hyphens for underscores, because vLLM accepts both. Other arguments are not changed."""
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value if flag.startswith("--") else argument
 

@@ -103,8 +103,8 @@ class LocalModel:
 
 @contextmanager
 def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C within the block, so that no step of the engine is interrupted. The block calls the yielded function
-    between two steps. If Ctrl-C was pressed, the function raises KeyboardInterrupt."""
+    """Delay Ctrl-C in the `with` block, so that no step of the engine is interrupted. The block calls the yielded
+    function between two steps. If Ctrl-C was pressed, the function raises KeyboardInterrupt."""
     asked = False
 
     def note(*_: object) -> None:
@@ -133,8 +133,8 @@ class RemoteModel:
         self.name = str(self._client.model)
 
     def count(self, messages: Messages) -> tuple[int, int] | None:
-        """Like `LocalModel.count`. The server counts at `/tokenize`, which only megakernel and vLLM have. If the
-        context is known, a refused conversation of several messages counts as too long."""
+        """Like `LocalModel.count`. The server counts at `/tokenize`, which only megakernel and vLLM have. If it
+        refuses several messages and its maximum context is known, these messages count as too long."""
         try:
             answer = self._run(self._client.post("/tokenize", {"model": self.name, "messages": messages}))
             found = msgspec.json.decode(answer, type=_Count)

@@ -22,7 +22,7 @@ from ..runtime.cuda.availability import DRIVER_NAME, driver, missing
 _SMI = ("driver_version", "mig.mode.current", "memory.used", "memory.total", "compute_mode")
 # The seconds that an instruction may wait for another. Every instruction takes less than a thousandth of this.
 _TIMEOUT_S = 2.0
-# The maximum number of differences to find per case. Each may cost a failed launch, which takes 3 * _TIMEOUT_S.
+# The maximum number of differences to find per case. To find one may take a failed launch, of 3 * _TIMEOUT_S.
 _MOST_DIFFERENCES = 8
 _BUSY_SHARE = 0.05  # no note is printed if other processes use at most this fraction of a GPU's memory
 
@@ -181,9 +181,9 @@ def _compile(case: Case) -> Program:
 
 
 def _step(program: Program, seed: int, change: int) -> Any:
-    """Return a step with two sequences. One decodes a token with a context so long that several work items share its
-    attention. The other is a short prompt, which is left out if the step has only one row. Two steps that differ in
-    `change` have different tokens, and are otherwise equal."""
+    """Return a step with two sequences. One decodes a token with a context so long that its attention is divided
+    into several work items. The other is a short prompt, which is left out if the step has only one row. Two steps that
+    differ in `change` have different tokens, and are otherwise equal."""
     d = program.dims
     rng = np.random.default_rng(seed)
     pages = rng.permutation(2 * d.bucket.pages_per_seq).tolist()

@@ -121,7 +121,7 @@ def lowering(args: argparse.Namespace) -> Options:
 
 def file_to_write(text: str) -> Path:
     """Parse the path of a file that a verb writes when its work is done. Raises MegakernelError for a path where no
-    file can be, so that the work is not done in vain."""
+    file can be, so that a wrong path fails before the work begins."""
     path = Path(text)
     if text.rpartition("/")[2] in ("", ".", "..") or path.is_dir():
         raise MegakernelError(f"cannot write {text!r}: it is not the name of a file")
@@ -253,7 +253,7 @@ def paper_model(args: argparse.Namespace, machine: Machine, context: int = 0) ->
 
 
 _SHAREGPT = "sharegpt"
-# The defaults of the flags in `workload_flags`, which a verb has as `args.unless` and may change.
+# The defaults of the flags in `workload_flags`. A verb gets them as `args.unless`, and may change them.
 UNLESS = {"dataset": _SHAREGPT, "random_input_len": 1024, "random_output_len": 128}
 _WORKLOAD = """
 [prompts]

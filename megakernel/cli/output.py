@@ -73,7 +73,7 @@ def table(*names: str) -> Table:
 
 @contextmanager
 def busy(what: str) -> Iterator[Callable[[], None]]:
-    """Show a spinner on a terminal while the block runs, or until the block calls the yielded function."""
+    """Show a spinner on a terminal while the `with` block runs, or until the block calls the yielded function."""
     if not stderr.is_terminal:
         yield lambda: None
         return
@@ -83,7 +83,7 @@ def busy(what: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def progress(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on a terminal while the block runs. The block moves the bar when it calls the yielded
+    """Show a progress bar on a terminal while the `with` block runs. The block moves the bar by calling the yielded
     function with (done, total). Without a terminal, these calls do nothing."""
     counted = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     bar = Progress(

@@ -16,7 +16,7 @@ from ..units import bytes_text
 from . import output
 from .options import LOWERING, STORED, add_flags, lowering, paper_model, verb
 
-# Programs compute logits for at most this many rows, as many as an engine runs sequences by default.
+# Programs compute logits for at most this many rows: by default, an engine runs this many sequences at once.
 _SEQUENCES = 64
 # The flags that say what a program is compiled for, and how.
 MACHINE = f"""

@@ -62,7 +62,7 @@ def serve_replicas(given: dict[str, Any], *, as_json: bool) -> int:
                 replicas=given["replicas"],
                 share=share,
                 settings={SETTINGS[name].flag.lstrip("-"): value for name, value in settings.items()},
-                # A replica gets twice as many requests as it runs at once, so that another is ready when one ends.
+                # A replica gets twice as many requests as it runs at once, so that the next is there when one ends.
                 at_once=2 * given["max_num_seqs"],
                 slack=given["max_num_seqs"] // 4 + 1 if given["routing"] == "prefix" else None,
                 max_body=given["max_body_bytes"],

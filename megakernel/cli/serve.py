@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(given: dict[str, Any], engine: Description, sock: socket.socket, tls: tuple[str, str] | None) -> Start:
-    """Return what every frontend process is told: the engine that it talks to, and the settings of HTTP."""
+    """Return what every frontend process needs at its start: the engine's description, and the settings of HTTP."""
     from megakernel.serving.server.limits import AccessRules, Limits, local_names
     from megakernel.serving.server.service import Start
 

@@ -35,7 +35,7 @@ def host_ceilings(threads: int, *, anew: bool = False) -> Ceilings:
 
 
 def host_machine(program: Program) -> Machine:
-    """Describe one rank's part of this machine: its CPU cores, and its share of the machine's measured rates."""
+    """Describe what one rank of `program` has on this machine: its CPU cores, and a fraction of the measured rates."""
     from megakernel.serving.bench.ceilings import share_of
 
     ceilings = host_ceilings(min(program.workers * program.ranks, machines.cpu_count()))

@@ -82,7 +82,7 @@ def in_common(programs: Sequence[Program]) -> tuple[list[Phase], list[Ints]]:
 
 
 def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
-    """Return the indices, in each of two arrays, of rows that are in both. Of equal rows, the first one counts."""
+    """Return where two arrays have equal rows, as indices into each array. Repetitions inside an array are ignored."""
     _, at = np.unique(np.concatenate([one, two]), axis=0, return_inverse=True)
     _, mine, theirs = np.intersect1d(at.ravel()[: len(one)], at.ravel()[len(one) :], return_indices=True)
     order = np.argsort(mine)
@@ -90,8 +90,8 @@ def match(one: Ints, two: Ints) -> tuple[Ints, Ints]:
 
 
 def identity(resolved: Resolved, rows: Ints, places: Ints) -> Ints:
-    """Return an array [rows, words] that identifies the instruction of each interval in `rows`. An instruction that is
-    in both traces has equal words in both. `places` maps the numbers of this program's phases to a common list."""
+    """Return numbers [intervals, words] that identify the instruction of each interval whose index is in `rows`. They
+    are equal for the same instruction in both traces. `places` maps a phase's number to its index in a common list."""
     words = resolved.records[resolved.record[rows]]
     operands = words[:, rec.OPERAND_WORD : rec.OPERAND_WORD + rec.OPERANDS]
     own = (places[resolved.number], resolved.segment, resolved.rows["layer"], resolved.rows["rank"], resolved.launch)

@@ -17,7 +17,7 @@ class ChainLink:
 
     `begin_s` and `end_s` are seconds since the launch began, and `gap_s` is the time from the previous link's end to
     `begin_s`. `after` says what this link waited for. "wait" means a signal of the previous link, and "order" the
-    previous link on the same worker. "start" means that this is the first link. `interval` is a row of the trace.
+    previous link on the same worker. "start" means that this is the first link. `interval` is an interval's index.
     """
 
     rank: int
@@ -78,7 +78,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
         if before >= 0 and before not in seen:
             choices.append((int(done[before]), "order", before))
         # A worker sends a signal first, and then reads the clock for the interval's end. So the sender may seem to end
-        # after the wait that its signal ended. The interval's begin is always right, so it is compared here.
+        # after the wait that its signal ended. The begins of intervals are always right, so they are compared.
         if parent >= 0 and parent not in seen and begin[parent] <= begin[node]:
             choices.append((int(resolved.end[finish[parent]]), "wait", parent))
         let_go, after, next_node = max(choices[1:] or choices)
@@ -107,7 +107,7 @@ def critical_path(resolved: Resolved) -> CriticalPath:
 
 
 def _done(resolved: Resolved) -> Ints:
-    """Return the tick at which each executed instruction's worker can continue. It does not wait for its storer."""
+    """Return the tick at which each executed instruction's worker can go on. It need not wait for its storer warp."""
     done = np.full(resolved.executions, -1)
     inline = ~resolved.kind(IntervalKind.STORE) | (resolved.rows["role"] != Role.STORER)
     np.maximum.at(done, resolved.instance[inline], resolved.end[inline])
@@ -115,7 +115,7 @@ def _done(resolved: Resolved) -> Ints:
 
 
 def _starts(resolved: Resolved) -> Ints:
-    """Return when each executed instruction's COMPUTE interval begins. If it has none, its last interval counts."""
+    """Return when each executed instruction's COMPUTE interval begins, or its last interval if it never computes."""
     begin = np.full(resolved.executions, np.iinfo(np.int64).max)
     compute = resolved.kind(IntervalKind.COMPUTE)
     np.minimum.at(begin, resolved.instance[compute], resolved.begin[compute])

@@ -153,13 +153,13 @@ def _moments(source: _Source, unit_s: float) -> tuple[float, int]:
 
 
 def _bins(resolved: Resolved) -> int:
-    """Return into how many equal bins curves divide the trace: a power of two, larger for more intervals."""
+    """Return the number of equal time bins for which curves have values: a power of two, larger for more intervals."""
     wanted = 1 << max(len(resolved) // 32, 1).bit_length()
     return min(max(wanted, _MIN_BINS), _MAX_BINS)
 
 
 def _join(sources: list[_Source], unit_s: float) -> Columns:
-    """Return the columns of all traces, one trace after another. The second trace's indices are shifted."""
+    """Join the columns of all traces, one trace after another. The second trace's indices are shifted accordingly."""
     parts = [_columns(s, unit_s) for s in sources]
     starts = ("regionStart", "pieceStart")  # offsets, with one entry more than there are records or lanes
     shifted = dict.fromkeys(("record", "releaser", "pieceOf", "lane", "causesFirst", "causesLater", *starts), 0)

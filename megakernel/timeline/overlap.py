@@ -14,7 +14,7 @@ from .spans import Ints, Mask, Spans, active
 
 @dataclass(frozen=True)
 class Overlap:
-    """The measures of overlap of one trace. The function with a field's name computes it."""
+    """The measures of overlap of one trace. Each field is computed by the function of the same name."""
 
     inside_worker: float | None
     loads_under_compute: float | None
@@ -24,7 +24,7 @@ class Overlap:
 
 
 def lane_spans(resolved: Resolved, chosen: Mask, lane: Ints | None = None) -> Spans:
-    """Return the union of the intervals `chosen`. All lanes (workers) are on one time line, one after another."""
+    """Return the union of the intervals `chosen`. Lane (worker) n is shifted by n periods, to keep lanes apart."""
     base = (resolved.lane if lane is None else lane)[chosen] * resolved.period
     return Spans.union(base + resolved.begin[chosen], base + resolved.end[chosen])
 
@@ -91,14 +91,14 @@ def across_workers(resolved: Resolved) -> float | None:
 
 
 def phases(resolved: Resolved) -> float | None:
-    """Of the time in which some worker computes, return the fraction in which several workers compute and their
-    instructions belong to several pairs (layer, phase)."""
+    """Of the time in which at least one worker computes, return the fraction in which at least two compute, and not all
+    of them in the same phase of the same layer."""
     return _phases_together(resolved, lane_spans(resolved, resolved.kind(IntervalKind.COMPUTE)))
 
 
 def across_ranks(resolved: Resolved) -> float | None:
-    """Of the time in which some rank computes, return the fraction in which several ranks compute and their
-    instructions belong to several pairs (layer, phase). None for a single rank."""
+    """Of the time in which at least one rank computes, return the fraction in which at least two compute, and not all
+    their instructions belong to the same phase of the same layer. None for a single rank."""
     if resolved.program.ranks == 1:
         return None
     rank = resolved.rows["rank"].astype(np.int64)
@@ -106,11 +106,11 @@ def across_ranks(resolved: Resolved) -> float | None:
 
 
 def _phases_together(resolved: Resolved, busy: Spans) -> float | None:
-    """`busy` has the time in which each lane, a worker or a rank, computes. Of the time in which some lane computes,
-    return the fraction in which several lanes compute and their instructions belong to several (layer, phase) pairs."""
+    """Return how much different phases overlap: the time in which at least two lanes compute, and not all of them in
+    the same phase of the same layer, divided by the time in which any computes. `busy` has when each lane computes."""
     compute = resolved.kind(IntervalKind.COMPUTE)
     phase = ((resolved.segment * (resolved.program.dims.model.layers + 1) + resolved.block) << 8) + resolved.number
-    # `lane_spans` puts lanes on one line, one after another. Here, each (layer, phase) pair counts as a lane.
+    # Give `lane_spans` the number of each pair (layer, phase) instead of a lane, to see which pairs run at a time.
     by_phase = lane_spans(resolved, compute, np.unique(phase, return_inverse=True)[1])
     length, (kinds, who) = active([by_phase, busy], resolved.period)
     total = int(length[who > 0].sum())

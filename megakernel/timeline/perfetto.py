@@ -135,7 +135,7 @@ def _event(kind: str, track: int, ns: float, **fields: Any) -> Packet:
 
 
 def _counter(resolved: Resolved, uuid: int, parent: int, resource: int, amount: Floats) -> Iterator[Packet]:
-    """Yield a track of a resource's rate. `amount` has the FLOPs or bytes in each of many equal parts of the trace."""
+    """Yield a track of a resource's rate. `amount` has its FLOPs or bytes in each of many equal spans of time."""
     name, unit = RESOURCES[resource]
     yield _child(uuid, parent, name, resource, counter={"unit_name": unit})
     width_s = resolved.period * resolved.tick_s / len(amount)

@@ -87,7 +87,7 @@ class Resolved:
 
     @cached_property
     def period(self) -> int:
-        """A number of ticks above every time in the trace. If all lanes share one line, lane n begins at n x period."""
+        """A number of ticks above every time in the trace. In a line of all lanes, lane n begins at n x period."""
         return int(self.end.max()) + 1
 
     @cached_property
@@ -140,7 +140,7 @@ class Resolved:
 
     @cached_property
     def cause(self) -> Ints:
-        """For each wait for counters, the phases that can end it, as an index into `causes.names`. Others have -1."""
+        """For each wait for counters, the phases that can end it: an index into `causes.names`. Otherwise -1."""
         word = self.record, self.rows["slot"] % rec.WAITS
         found = np.where((self.segment == 1) & (self.block > 0), self.causes.later[word], self.causes.first[word])
         return np.where(self.kind(IntervalKind.COUNTER_WAIT), found, -1)
@@ -186,7 +186,7 @@ class Resolved:
         return result
 
     def _arrivals(self) -> tuple[Ints, Ints, Mask]:
-        """Return all signals of the trace as three arrays, sorted by counter and time. They have the counter, the
+        """Return all signals of the trace as three arrays, sorted by counter and time. The arrays have the counter, the
         interval at whose end the signal was sent, and whether the signal may have gone to another counter."""
         signals = Signals.of(self.program, self.records)
         done = self.finish[self.finish >= 0]

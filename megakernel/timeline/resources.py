@@ -125,8 +125,8 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
 
 
 def issue_seconds(resolved: Resolved) -> Floats:
-    """Return how many seconds each record's warps need to issue its machine code: [records, 3], for weight loader,
-    input loader and consumers."""
+    """Return how many seconds warps need to issue the machine instructions of each record (a program's instruction):
+    [records, 3], for the weight loader, the input loader and the consumers."""
     found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
     for phase, dims, rows, columns in resolved.program.by_phase():
         roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
@@ -145,8 +145,8 @@ def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:
 
 def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: int) -> Floats:
     """Spread instructions' work over time, and return the work per rank and time bin, [ranks, bins]. For every
-    interval, `amount` has the work of its instruction, and `row` the row of the result that it counts for. The work is
-    spread evenly over those of the instruction's intervals that are in `chosen`."""
+    interval, `amount` has the work of its instruction, and `row` the rank for which it counts. The work is spread
+    evenly over those of the instruction's intervals that the mask `chosen` selects."""
     i = np.flatnonzero(chosen & (amount > 0))
     begin = resolved.begin[i].astype(np.float64)
     length = np.maximum(resolved.length[i], 1)  # an interval of length 0 counts as one tick
@@ -156,8 +156,8 @@ def _spread(resolved: Resolved, chosen: Mask, amount: Floats, row: Ints, bins: i
     end = np.minimum(begin + length, resolved.period)
     first, last = (begin // width).astype(np.int64), np.minimum(end // width, bins - 1).astype(np.int64)
     rows, size = resolved.program.ranks, resolved.program.ranks * (bins + 1)
-    # If an interval lies inside one bin, its whole length is added to this bin. A longer interval adds a part to its
-    # first bin and a part to its last bin. To each bin in between, it adds the bin's full width.
+    # If an interval lies inside one bin, its whole length is added to this bin. A longer interval adds the time that it
+    # covers in its first bin and in its last bin. To each bin in between, it adds the bin's full width.
     inside = first == last
     head = np.where(inside, end - begin, (first + 1) * width - begin) * rate
     tail = np.where(inside, 0.0, end - last * width) * rate

@@ -1,4 +1,4 @@
-"""Sets of disjoint half-open intervals of integers. All lanes (workers) are on one line: lane * period + tick."""
+"""Sets of disjoint half-open intervals of integers. A time of a lane (worker) is the integer lane * period + tick."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Spans:
 
 def active(groups: list[Spans], period: int) -> tuple[Ints, list[Ints]]:
     """Count how many lanes (workers) are active at each time. Time is divided wherever an interval of any group begins
-    or ends. Return the length of each part, and the number of lanes of each group that have an interval in it."""
+    or ends. Return the length of each such period, and for each group the number of lanes that are active in it."""
     moments = [(group.begin % period, group.end % period) for group in groups]
     edges = np.unique(np.concatenate([times for pair in moments for times in pair]))
     counts = []

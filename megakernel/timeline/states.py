@@ -126,7 +126,7 @@ def longest(resolved: Resolved, pieces: Pieces, chosen: Mask) -> list[LanePlace]
 
 
 def ranked(resolved: Resolved, rows: Ints, by: Floats) -> list[LanePlace]:
-    """Return the periods of those intervals in `rows` that have the largest values in `by`, the largest first."""
+    """Return the periods of the intervals `rows` with the largest values in `by`, largest first."""
     chosen = rows[np.argsort(-by, kind="stable")[:_MOST_PLACES]]
     return [_place(resolved, resolved.lane[i], resolved.begin[i], resolved.end[i], i) for i in chosen.tolist()]
 

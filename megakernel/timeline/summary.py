@@ -142,7 +142,7 @@ def _workers(resolved: Resolved, found: Pieces) -> list[WorkerTimes]:
 
 
 def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
-    """Return the time of each phase, the longest first. In this order, outliers count with their phase's median."""
+    """Return the time of each phase, the longest first. In the order, outliers count with the median time."""
     work = resolved.kind(*WORK)
     ticks = np.bincount(resolved.number[work], resolved.length[work], minlength=MAX_PHASES + 1)
     executed = np.unique(resolved.instance[work], return_index=True)[1]
@@ -169,7 +169,7 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
 
 
 def _blocked(resolved: Resolved, found: Pieces) -> tuple[Ints, list[str]]:
-    """Return the cause of each piece of time, as an index into a list of names, and this list. -1 means no wait."""
+    """Return the cause of the wait in each piece of time (-1: no wait). It is an index into the second result."""
     names = [*resolved.causes.names, "a page", "a signal of no phase"]
     of_interval = resolved.cause.copy()
     of_interval[of_interval < 0] = len(names) - 1

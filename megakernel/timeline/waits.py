@@ -78,7 +78,7 @@ class Causes:
     later: NDArray[np.int16]
 
 
-# The counters of the first, the middle and the last block are signalled by different segments of the program.
+# Each layer has a block of counters. Different segments signal the first block, the middle ones and the last one.
 _FIRST, _MIDDLE, _LAST = range(3)
 
 

@@ -57,7 +57,7 @@ class TaskCosts:
     roles: bool  # whether loads, arithmetic and stores run in separate warps, and so at the same time
     synchronised: bool = True  # whether instructions wait for one another
     paths: dict[str, Path] | None = None  # times of pieces of machine code; None if the rates include these times
-    fixed: bool = True  # whether to count the code before an instruction's first page and after its last one
+    fixed: bool = True  # whether to count the time before an instruction's first page and after its last one
 
     def seconds(self, rates: Rates, flops: Floats, rows: Floats) -> Floats:
         """Return the seconds that `flops` FLOPs of tiles with `rows` rows take on one worker at `rates`."""
@@ -201,5 +201,5 @@ def _scaled(rows: tuple[float, ...], rates: tuple[float, ...], scale: float) -> 
 
 
 def costs_of(machine: Machine) -> TaskCosts:
-    """Return the costs of a machine. Those of this computer (`host`) are assumptions if it was not calibrated."""
+    """Return the costs of a machine. If this computer (`host`) was not calibrated, its costs are assumptions."""
     return _cpu_costs(machine) if machine.tiles.target == CPU else _gpu_costs(machine)

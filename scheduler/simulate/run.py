@@ -96,8 +96,8 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
 
 def _own(program: Program, costs: TaskCosts) -> TaskCosts:
-    """Return `costs` adapted to a program: the interpreter's build for it may execute other machine code, and on
-    GPUs, only loaders of dot products limit the bytes in flight (csrc/cuda/loaders.h)."""
+    """Return `costs` adapted to a program. The GPU interpreter may be built specially for it, with other machine code.
+    On GPUs, only loaders of dot products limit the bytes in flight (csrc/cuda/loaders.h)."""
     if costs.paths:
         paths = own_paths(program.dims, costs.paths)
         signal_s = costs.signal_s + paths["hand_off"].cold - costs.paths["hand_off"].cold
@@ -132,7 +132,7 @@ def _launched(work: Work) -> int:
 
 
 def _check(program: Program, work: Work, costs: TaskCosts, result: ctypes.Structure) -> None:
-    # Without waits, attention items of different layers may run at the same time and signal each other's counters.
+    # Without waits, attention items of different layers may signal the same counters at once, which is no error then.
     if result.crowded_counter >= 0 and costs.synchronised:
         raise MegakernelError(
             f"signals add more to counter {result.crowded_counter} than the total that the program states:"

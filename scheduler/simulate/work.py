@@ -97,8 +97,8 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     records, ranks, number, offsets = _records(program)
     numbers = rec.phase_number(records)
     views = [table.rank(rank) for rank in range(program.ranks)]
-    # Handle all instructions (records) of a phase at once, on all ranks whose shards have the same sizes. `alike` has
-    # the first of these ranks. Attention is handled rank by rank, because its work differs between ranks.
+    # Handle all instructions (records) of a phase at once, on all ranks whose shards have the same sizes. `alike` has,
+    # for each record, the first of these ranks. Attention is handled rank by rank, as its work differs between ranks.
     parts = [view.dims.split.parts for view in views]
     alike = np.array([parts.index(sizes) for sizes in parts])[ranks]
     groups = []
@@ -199,7 +199,7 @@ def _plain(
     workers: int,
 ) -> None:
     """Set the loads and the arithmetic of the tasks of one phase other than attention. `mine` has each task's record,
-    number and rank. These ranks have equal sizes, those in `dims`, and `workers` workers each."""
+    number and rank. All these ranks have the shard sizes in `dims`, and `workers` workers each."""
     records, task, rank = mine
     columns = phase.columns(records)
     rows = columns["rows"].astype(np.float64)
@@ -284,8 +284,8 @@ def _paged(
         tasks.set(task, ring_bytes=PAGE_BYTES * taken.weights, held_bytes=PAGE_BYTES * held)
         weights = phase.inner(dims.split) * phase.matrices(dims.split) * cols
         computing_s = np.maximum((2 * rows * weights).astype(np.float64) / costs.vector_flops, consumers_s)
-        # A lap begins when all inputs are loaded again. The last of these pages replaces an input page of the previous
-        # lap. So it is requested only when the previous lap has been computed, and no other load is in progress then.
+        # Each lap first loads all inputs again. The last page of inputs replaces an input page of the previous lap. So
+        # its load starts only when the previous lap has been computed, and no other load is in progress then.
         laps = taken.inputs / np.maximum(held, 1)
         asking_s = held * costs.paths["input_page"].warm if costs.paths else 0.0
         again, of_lap = np.maximum(laps - 1, 0), computing_s / np.maximum(laps, 1)
@@ -303,8 +303,8 @@ def _paged(
 
 
 def in_turn_s(one: Floats, other: Floats, steps: float) -> Floats:
-    """Return the seconds of a pipeline of two stages, which alone take `one` and `other` seconds. One may be up to
-    `steps` steps of work ahead of the other.
+    """Return the seconds of a pipeline of two stages, which alone take `one` and `other` seconds. Each stage may be up
+    to `steps` steps of work ahead of the other stage.
 
     A stage needs a random time for each step (exponentially distributed, as for memory that others use too). So a
     stage is sometimes idle because the other is late: the throughput is that of a closed queue of two such stages.
@@ -339,8 +339,8 @@ def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) 
         start = paths["start_normed"].cold
     else:
         start = max(paths["start"].cold, paths["input"].cold + latency_s)
-    # The first pair of pages takes longer, because its code is not cached yet. The end of every unit of
-    # columns except the last overlaps the loads of the next unit, and `matmul_issue` counts it.
+    # The first pair of pages takes longer, because its code is not cached yet. Only the end of the last unit of columns
+    # is counted here. The other ends overlap the loads of the next unit, and `matmul_issue` counts them.
     start += paths["dots"].cold - paths["dots"].warm
     return found | {"start_s": start, "end_s": paths[_ENDS.get(phase.result, "end_partial")].cold}
 
@@ -412,8 +412,8 @@ def _items(phase: Phase, records: Records, first: Ints, view: StepTable) -> _Ite
 
 def _starts_task(view: StepTable) -> NDArray[np.bool_]:
     """Return, for each attention item, whether it begins a new task of the simulator. An item continues the previous
-    item's task if both items have one row with its whole context. Both must also have the same row block, KV heads and
-    counters to wait for."""
+    item's task if each of the two has a single row, with its whole context. They must also have the same row block, KV
+    heads and counters to wait for."""
     single = (view.item_rows == 1) & (view.item_split < 0) & (view.item_seq >= 0)
     same = single[1:] & single[:-1]
     own = view.item_row // view.dims.bucket.row_block
@@ -440,7 +440,7 @@ def _words(tasks: _Tasks, records: Records, first_task: Ints) -> None:
 
 
 def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, view: StepTable) -> None:
-    """Add the waits and signals of attention. From the grid of counters in a record, each item selects its own."""
+    """Add the waits and signals of attention. A record names grids of counters, and each item selects some of them."""
     dims = view.dims
     task, item, record = items
     columns = phase.columns(records)
@@ -468,7 +468,7 @@ def _item_words(tasks: _Tasks, phase: Phase, records: Records, items: _Items, vi
 
 
 def _logit_waits(tasks: _Tasks, phase: Phase, records: Records, first: Ints, rank: Ints, view: StepTable) -> None:
-    """Add the waits of the norm before the logits, for the row blocks of all rows that a record's rank normalises."""
+    """Let each record of the norm before the logits wait for the row blocks of all rows that it normalises."""
     dims = view.dims
     columns = phase.columns(records)
     record, nth = ragged(columns["rows"])

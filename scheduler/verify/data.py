@@ -63,7 +63,7 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> Iterat
                 col, col_end = access.col, access.col_end
                 if access.buffer in dealt:
                     # The inputs of a step decide which rows each rank writes, so a proof cannot know them. Instead, it
-                    # treats the share of each rank as one column of the buffer.
+                    # treats the buffer as if rank r wrote exactly column r of every row.
                     mine = access.index is Index.LOGIT_OWNER
                     col = np.full_like(col, use.dims.split.rank if mine else 0)
                     col_end = np.full_like(col, use.dims.split.rank + 1 if mine else program.ranks)
@@ -143,8 +143,8 @@ def _declared(forward: Forward, dims: Dims) -> tuple[NDArray[np.uint8], list[tup
 
 
 def check_data(unrolled: Unrolled, found: list[Use], order: NDArray[np.int32], most: int) -> Iterator[str]:
-    """Yield up to `most` violations: elements that are written twice in a phase, or read without the write that they
-    need. If there are none, yield accesses in a wrong order."""
+    """Yield up to `most` violations: elements that a phase writes twice, or that are read without having been written
+    by the right phase. If there are none, yield pairs of accesses that are not ordered as they must be."""
     program = unrolled.program
     events = [unrolled.runs[0], unrolled.runs[1], unrolled.runs[-1]]
     writes, _ = _declared(program.forward, program.dims)

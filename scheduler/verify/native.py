@@ -66,7 +66,7 @@ def topological_order(graph: EventGraph, missing: Int32s) -> tuple[Int32s, Int32
 
 def unordered(graph: EventGraph, order: Int32s, step: Any, ends: Int32s, lasts: Int32s, most: int) -> NDArray[np.void]:
     """Return up to `most` pairs of accesses whose order is wrong or not ensured, as records of FOUND. `order` is a
-    topological order of the graph. Also checks that each node of `lasts` comes after each node of `ends`."""
+    topological order of the graph. Also checks that every stream ends (`lasts`) after all streams' work (`ends`)."""
     found = np.zeros(most, dtype=FOUND)
     what = ctypes.byref(graph.native()), order.ctypes.data, ctypes.byref(step)
     streams = len(ends), ends.ctypes.data, len(lasts), lasts.ctypes.data

@@ -82,7 +82,7 @@ _MOST = 50  # the maximum number of violations that a report lists
 @dataclass(frozen=True)
 class Report:
     """The result of a proof. `checked` is the number of instructions of a launch, over all ranks and layers. The
-    program is proved safe if there are no violations. `more` says whether there are more than the report lists."""
+    program is proved safe if there are no violations. `more` says whether there are others, not listed."""
 
     checked: int
     seconds: float

@@ -21,7 +21,7 @@ for (const s of sources) {
     return { name, unit, peak: s.peaks[r], mean, least, most, sum };
   });
 }
-// A resource that no trace uses has no curve. A curve's axis ends at the next round fraction of the peak.
+// A resource that no trace uses has no curve. A curve's axis ends at a round fraction of the peak rate.
 const tracks = [];
 for (let r = 0; r < RESOURCES; r++) {
   const all = sources.map((s) => s.resources[r]);
@@ -31,7 +31,7 @@ for (let r = 0; r < RESOURCES; r++) {
 }
 const curvesHeight = () => (curvesShown ? tracks.length * CURVE_ROW * size.k : 0);
 
-/** The sum of the means of all bins before time t; the bin that contains t counts in part. */
+/** The sum of the means of all bins before time t; the bin that contains t counts for its fraction before t. */
 function sumAt(s, { sum }, t) {
   const b = Math.min(Math.max(((t - s.shift) / s.span) * s.bins, 0), s.bins), whole = Math.floor(b);
   return sum[whole] + (whole < s.bins ? (sum[whole + 1] - sum[whole]) * (b - whole) : 0);

@@ -86,7 +86,7 @@ function label(i) {
 function operands(r) {
   return meta.phases[records[r * WORDS]].operands.map((name, k) => [name, records[r * WORDS + OPERAND + k]]);
 }
-/** Regions of record r, 8 numbers each: buffer, access kind, row range, column range, index of the box, and rank. */
+/** The regions that record r reads or writes, 8 numbers each: buffer, access kind, row range, column range, index, rank. */
 function* regions(r) {
   for (let n = data.regionStart[r]; n < data.regionStart[r + 1]; n++) yield data.regions.subarray(n * 8, n * 8 + 8);
 }

@@ -2,7 +2,7 @@
 // many pieces is not drawn piece by piece: their times are summed over bins of time in advance, for several bin widths.
 
 // A worker has several warps, so its intervals may overlap. A piece then shows the one whose state comes first in State
-// of megakernel/timeline/states.py, which cuts the pieces. They begin and end with their interval, or inside it.
+// of megakernel/timeline/states.py, which cuts the pieces. A piece is an interval or a part of one.
 const { pieceStart, pieceOf } = data;
 const pieceBegin = Float64Array.from(pieceOf, (i, n) => begin[i] + data.pieceAfter[n]);
 const pieceEnd = Float64Array.from(pieceOf, (i, n) => endOf(i) - data.pieceBefore[n]);
@@ -66,7 +66,7 @@ class Share {
   }
 }
 
-/** A row's time per bin and part, without dimmed intervals. Each level has half as many bins as the one before. */
+/** A row's time per bin and part (phase or waiting), without dimmed intervals, for several numbers of bins (levels). */
 function makePyramid(row) {
   let bins = COARSEST;
   while (bins < FINEST && bins < piecesIn(row) / 2) bins *= 2;

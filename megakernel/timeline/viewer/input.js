@@ -99,7 +99,7 @@ function growRows(factor) {
   rowScale = Math.min(Math.max(rowScale * factor, 0.25), 8);
   relay();
 }
-/** Shift the second trace so that the selected instruction begins at the same time in both. If there is none, undo. */
+/** Shift the second trace so that the selected instruction begins at the same time in both; without one, undo. */
 function align() {
   if (sources.length < 2) return;
   const b = sources[1], pair = selected >= 0 && twin[selected] >= 0 ? [selected, twin[selected]].sort((x, y) => x - y) : null;
@@ -222,7 +222,7 @@ function moveCursor(by) {
   bringRow(rows[cursor]);
   request();
 }
-/** The row that a key applies to: the one under the pointer, else the one at the cursor, else the selection's. */
+/** The row that a key acts on: the row under the pointer, else at the cursor, else of the selected interval. */
 function rowAtHand() {
   return (pointer && rowUnder(pointer[1])) || rows[cursor] || (selected >= 0 ? rowOf(selected) : rowAt(view.scroll));
 }

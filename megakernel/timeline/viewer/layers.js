@@ -6,7 +6,7 @@ let unfolded = false;
 const shadesRun = new Set();
 const [PROLOGUE_BLOCK, EPILOGUE_BLOCK] = [0, 1];
 // Finds when each layer ran: from the begin of its first COMPUTE interval to the end of its last one. Does so for each
-// phase of a layer, too. Intervals below an eighth of their phase's mean are ignored: they had no work.
+// phase of a layer, too. Intervals shorter than an eighth of their phase's mean are ignored: they had no work.
 for (const s of sources) {
   const each = s.layers + OUTSIDE, blocks = s.summary.launches * each, phases = meta.phases.length;
   const begins = new Float64Array(blocks * (phases + 1)).fill(Infinity), ends = new Float64Array(begins.length);
@@ -36,7 +36,7 @@ for (const s of sources) {
 /** The lines: for each trace, one for its layers (shade -1) and, if unfolded, one for each phase. */
 const layerLines = () => sources.flatMap((s) => [-1, ...(unfolded ? [...shadesRun].sort((a, b) => a - b) : [])].map((shade) => ({ s, shade, h: (shade < 0 ? LAYER_ROW : PHASE_ROW) * size.k })));
 const layersHeight = () => sources.length * (LAYER_ROW + (unfolded ? shadesRun.size * PHASE_ROW : 0)) * size.k;
-/** The visible blocks of a line: begin, end, number and the layer's name. */
+/** The visible blocks of a line (runs of the prologue, a layer or the epilogue): begin, end, number and name. */
 function* blocksOf({ s, shade }, from = view.t0, to = view.t1) {
   const { begin: b, end: e, each, count: many } = s.blocks, phases = meta.phases.length;
   for (let n = 0; n < many; n++) {

@@ -40,7 +40,7 @@ function drawSelection() {
   const wait = waitOf(selected);
   if (wait >= 0 && releaser[wait] >= 0) arrow(releaser[wait], wait);
 }
-/** An arrow from the end of the releaser to the end of the wait; between ranks, with an error bar for their clocks. */
+/** An arrow to a wait from the interval whose signal ended it. An error bar shows the error of two ranks' clocks. */
 function arrow(from, to) {
   const k = size.k, a = barBox(from), b = barBox(to), source = sourceOfLane(lane[from]);
   const x0 = toX(endOf(from)), y0 = a.y + a.h / 2, x1 = toX(endOf(to)), y1 = b.y + b.h / 2;
@@ -144,7 +144,7 @@ function busyBar(row, x, y, wide) {
   ctx.fillStyle = colours.text; ctx.fillRect(x, y, wide * busy, 4 * size.k);
 }
 
-/** A strip that shows the whole trace: the fraction of all workers' time per phase. It is kept until it must change. */
+/** A strip that shows the whole trace: the fraction of all workers' time per phase. The drawn strip is kept until it changes. */
 let overview = null;
 const strip = () => ({ x: gutter(), y: 8 * size.k, w: size.w - gutter() - 10 * size.k, h: 34 * size.k });
 function makeOverview() {

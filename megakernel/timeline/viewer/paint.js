@@ -72,7 +72,7 @@ function visibleRows() {
 }
 
 // -- pixels
-/** Fill [x0, x1) x [y0, y1), clipped to the area right of the labels and below `top`. */
+/** Fill the rectangle [x0, x1) x [y0, y1), clipped to the area right of the labels and below `top`. */
 function fill(x0, y0, x1, y1, colour, top = rowsTop()) {
   x0 = Math.max(Math.round(x0), Math.ceil(gutter())); x1 = Math.min(Math.round(x1), size.w);
   y0 = Math.max(Math.round(y0), Math.ceil(top)); y1 = Math.min(Math.round(y1), size.h);
@@ -120,7 +120,7 @@ function paintRow(row, labelled) {
   paintColumns(rowShare(row, share, view.t0, scale() / share.wide, single), row.lane1 - row.lane0, y + box.y, box.h);
   if (single && longest[row.lane0] * scale() >= 2 * share.wide) paintBars(row, share.wide, y, box, labelled);
 }
-// Stack each column's sums from the bottom up. The height h means `whole`, or the column's total if that is larger.
+// Stack each column's sums from the bottom up. A column whose total is `whole` or more has the full height h.
 function paintColumns(share, whole, y0, h) {
   const { sums, columns, wide, units, edges } = share, { pixels } = base, { w, h: height } = size, found = share.parts();
   if (!found.length) return;

@@ -86,7 +86,7 @@ function work(x, most) {
   const value = x.outliers ? `${many(x.outliers, "outlier")} ${percent(far)} · ` : "";
   return bar(x.name, value + percent(x.share), [[(x.share - far) / most, shade], [far / most, colours.accent]], { "data-find": x.name });
 }
-/** From the least time to the step: each bar begins where the previous one ends. Bars too short to see become one. */
+/** The waterfall of a step's time: each bar begins where the previous one ends. Bars too short to see become one. */
 function waterfall(source) {
   const s = source.summary, fall = s.waterfall, colour = { least: colours.text, resource: colours.curve, work: colours.accent, wait: colours.wait, idle: colours.dim };
   const title = (b) => (b.kind === "least" ? `least time, bound by ${b.name}` : b.kind === "resource" ? `${b.name} needs more` : b.name);

@@ -28,7 +28,7 @@ function bisect(low, high, before) {
 }
 const firstReaching = (ends, low, high, t) => bisect(low, high, (n) => ends[n] < t);
 
-const MANY_LANES = 24; // up to this many lanes, all ranks are open at first; with more workers per rank, rows are lower
+const MANY_LANES = 24; // up to this many lanes (workers), all ranks are open at first; with more workers per rank, rows are lower
 const ROW = { rank: { least: 44, most: 150 }, open: { least: 22, most: 40 }, worker: { least: 18, most: 128 }, dense: { least: 6, most: 16 }, role: { least: 15, most: 30 } };
 const ranked = sources.some((s) => s.ranks > 1);
 const opened = new Set();
@@ -39,7 +39,7 @@ const workerKey = (l) => `worker ${l}`;
 if (ranked && lanes <= MANY_LANES) for (const s of sources) for (let r = 0; r < s.ranks; r++) opened.add(rankKey(s, r));
 
 const rolesOf = (l) => [...meta.roles.keys()].filter((r) => groupStart[l * ROLES + r + 1] > groupStart[l * ROLES + r]);
-/** Make the rows that `opened` asks for. They grow to fill `room` device pixels, with `k` of them per CSS pixel. */
+/** Make the rows that `opened` asks for. Together they fill `room` device pixels if possible. `k` is device pixels per CSS pixel. */
 function layRows(room, k) {
   rows = [];
   laneRow.fill(-1); roleRow.fill(-1);
@@ -92,7 +92,7 @@ function rowOf(i) {
 function rowAt(y) {
   return y >= 0 ? rows[bisect(0, rows.length, (n) => rows[n].y + rows[n].h <= y)] : undefined;
 }
-/** Open every rank; if all are, every worker; if those are too, close everything. */
+/** Open every rank. If all ranks are open, open every worker. If all workers are open too, close everything. */
 function openMore() {
   const all = (keys) => keys.length > 0 && keys.every((k) => opened.has(k));
   const ranks = ranked ? sources.flatMap((s) => Array.from({ length: s.ranks }, (_, r) => rankKey(s, r))) : [];
