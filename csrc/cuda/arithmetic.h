@@ -24,8 +24,8 @@
 
 namespace mk {
 
-// Returns the value, but hides its origin from the compiler. Values derived from it are computed where they
-// are used, instead of occupying registers in between.
+// Returns the value unchanged, but hides from the compiler how it was computed. So the compiler computes
+// values derived from it only where they are used, instead of keeping them in registers.
 MK_FN int32_t here(int32_t value) {
 #if defined(__CUDA_ARCH__)
   asm volatile("" : "+r"(value));

@@ -2,26 +2,26 @@
 // pages of 16 KiB. Page n of a block, counted from 0 over all instructions, lies in slot n % kRing of the
 // ring, and uses phase n / kRing of the slot's mbarriers:
 //   full    the bytes that one of the two loader warps has requested are in the page
-//   empty   all consumer warps have released the page, and the other loader has passed it. A warp releases a
-//           page when it no longer needs the page
+//   empty   all consumer warps have released the page (no longer need it), and the loader that did not
+//           fill it has arrived
 //
-// Matmuls on tensor cores use the ring as kStages stages of kStepPages pages instead, for operands and
-// results, once no page is in use. Stages are numbered and placed like pages, and have these barriers:
+// Matmuls on tensor cores use the ring differently, once no page is in use: as kStages stages of
+// kStepPages pages, for operands and results. Stages are numbered like pages, and have these barriers:
 //   full[0], full[1]  the bytes that the weight loader or the input loader has requested are in the stage; if
 //                     it is for results, the consumer warps may write it
 //   ready             results only: the consumer warps have written the stage
 //   empty             all consumer warps have released the stage, or the storer warp on their behalf
 //
-// Every role lists an instruction's pages itself (plan.h).
+// Each role (loader, consumer, storer) computes by itself which pages an instruction uses (plan.h).
 //
-// One loader warp loads weights and another loads inputs. For a page, both wait until its slot is empty,
-// although only one of them fills it; the other one passes it. This keeps each loader within kRing pages
-// (the whole ring) of the other loader and of the consumer warps. Without this limit a wait could go wrong:
-// it tests only the parity of a barrier's phase, so it would confuse phases that are two apart. No barrier is
-// ever re-initialised.
+// One loader warp loads weights and another loads inputs. Both wait until the slot of a page is empty.
+// Then one loader fills the page, and the other only arrives at `empty`. So no loader gets more than
+// kRing pages ahead of the other loader or of a consumer warp. The waits need this limit because they
+// test only the parity of a barrier's phase: they cannot distinguish phases that are two apart. No
+// barrier is ever re-initialised.
 //
-// A block works on up to kSlots instructions at once. Instruction j uses the shared-memory slot j % kSlots,
-// with its description (the task) and these barriers, which complete one phase per instruction:
+// A block works on up to kSlots instructions at once. The description of instruction j (its Task) is in
+// `slots[j % kSlots]`, with these barriers, which complete one phase per instruction:
 //   fetched  the controller warp has written the task; for experts, it has first waited for the counters
 //   inputs   the input loader has seen that the instruction's inputs are written
 //   loaded   both loaders have requested all of the instruction's loads
@@ -54,10 +54,10 @@ struct Late {
   Where where;
 };
 
-// How far the weight loader has prefetched into the L2 cache (loaders.h). It prefetches page `page` of
-// the weights of instruction j next. `pages` is the number of pages prefetched but not loaded yet, and
-// `since` the time of the last prefetch. `begin`, for traces, is the time at which the loader requested
-// the first page of the current instruction; 0: not yet.
+// How far the weight loader has prefetched weights into the L2 cache (loaders.h). It will next prefetch
+// weight page `page` of instruction `j`. `pages` counts the pages that are prefetched but not yet
+// loaded. `since` is the time of the last prefetch. `begin`, for traces, is the time at which the loader
+// requested the current instruction's first page, or 0 before that.
 struct BlockAhead {
   uint32_t j, since;
   int32_t page, pages;
@@ -73,7 +73,7 @@ struct BlockMemory {
   SlotMemory<Barrier> slots[kSlots];
   Late late[kWarps];
   BlockAhead ahead;
-  uint64_t begun;  // traces: when the consumers began the instruction; here, because registers are short
+  uint64_t begun;  // traces: when the consumers began the instruction; kept here to save registers
   int32_t traced;  // traces: the number of intervals that the block has recorded
   Sizes dims;
   StepView step;
@@ -85,15 +85,15 @@ using Slot = SlotMemory<typename P::Barrier>;
 template <class P>
 using Block = BlockMemory<typename P::Barrier>;
 
-// Instruction j of a block uses slot slot_of(j), and waits on its barriers use parity slot_parity(j).
+// For instruction j of a block: its index in `slots`, and the phase parity for waits on its barriers.
 MK_FN constexpr int slot_of(uint32_t j) { return static_cast<int>(j % kSlots); }
 MK_FN constexpr uint32_t slot_parity(uint32_t j) { return j / kSlots & 1; }
 
-// Where a page lies in the ring.
+// Where a page lies in the ring, and the parity of the barrier phase that belongs to the page. Before a
+// loader fills the page, it waits until the previous phase of the slot's barrier `empty` is complete.
 struct Page {
   int slot;
-  uint32_t
-      parity;  // of the phase of the slot's barriers. A loader first waits for `empty` of the phase before
+  uint32_t parity;
 };
 MK_FN constexpr Page page_of(uint32_t n) { return {static_cast<int>(n % kRing), n / kRing & 1}; }
 

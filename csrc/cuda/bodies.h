@@ -15,7 +15,7 @@ namespace mk {
 
 struct Bodies {
   // Does what an instruction can do before its inputs are written: prefetches the weights of a norm or a
-  // router and, in builds for one row, looks up step tables.
+  // router. In builds for one token row, also reads what the instruction needs from the step table.
   template <class P>
   MK_FN static void prepare(P& p, Call& c) {
     Early& early = c.early;
@@ -23,7 +23,7 @@ struct Bodies {
     early.normed = early.operation == Operation::kNorm || (uses_dots(*c.dims) && matmul_of(*c.task).normed());
     early.result = c.phase().result;
     if (kOneRow && early.operation == Operation::kMatmul) {
-      p.consumer_sync();  // all warps have left the previous instruction, so this one may use Scratch
+      p.consumer_sync();  // all warps have ended the previous instruction, so this one may use Scratch
       early.output = c.at<void>(c.phase().output);
       if (early.result == Result::kHeads) {
         early.position = c.step->positions[0];
@@ -38,7 +38,7 @@ struct Bodies {
   template <class P, class Pages>
   MK_FN static void run(P& p, const Call& c, Pages& pages) {
     if constexpr (kAblation == Ablation::kCompute) {
-      // Waits for each stage or page and releases it at once, so that loaders and storer work as usual.
+      // Only waits for each stage or page and releases it, so that the other roles work as usual.
       pass_over(c, pages);
       for_pages(*c.dims, *c.step, *c.task, [&](const PageUse&) {
         pages.skip(1);
@@ -59,9 +59,9 @@ struct Bodies {
     } else if (kOneRow && operation == Operation::kMatmul) {
       copy_row(p, c);
     }
-    // Matmuls and attention are tested first. `here` keeps the compiler from making a slow jump table. The
-    // two kinds of units round differently, so programs compute the same bits only if they have the same
-    // units.
+    // Matmuls and attention are tested first. `here` hides the operation from the compiler, which would
+    // otherwise make a slow jump table. CUDA cores (`dots`) and tensor cores (`gemm`) round differently,
+    // so two programs compute the same bits only if both use the same kind of cores.
     if (operation == Operation::kMatmul || (kHasExperts && operation == Operation::kExperts)) {
       const Matmul m = matmul_of(*c.task);
       return by_dots(*c.dims, *c.task) ? dots(p, c, m, pages) : gemm<P>(c, m, pages);

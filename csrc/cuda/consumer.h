@@ -1,5 +1,5 @@
 // The consumer warps are the eight warps of a block that together compute each instruction, in
-// Bodies::run. Before its inputs are written, Bodies::prepare does what is already possible.
+// Bodies::run. Before an instruction's inputs are written, Bodies::prepare does what needs no inputs.
 #pragma once
 #include "pages.h"
 

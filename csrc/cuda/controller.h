@@ -42,11 +42,11 @@ class Controller {
     return true;
   }
 
-  // Runs a drain instruction: claims instructions from a queue that workers share, and hands each to the
-  // other warps, until all of the queue's first op.end instructions have been claimed. A worker claims as
-  // late as possible, so that work goes to whichever worker is free. At a claim, the worker's previous
-  // instruction has requested all its loads, and the instructions before it are finished. So the counters for
-  // which the previous instruction waits have reached their totals, and the claimed one runs soon.
+  // Runs a drain instruction: claims instructions from a queue that workers share, and hands each one to
+  // this block's other warps. Ends when the queue's first op.end instructions have all been claimed. A
+  // worker claims late, so that work goes to a worker that is free. Before a claim, it waits until its
+  // previous instruction has requested all loads, and earlier ones are finished. So the previous
+  // instruction no longer waits for counters, and the claimed one runs soon.
   MK_FN bool drain(const Drain& op, const Where& where) {
     const int32_t stream = block_.rank * params_.queues + op.queue;
     const int32_t first = params_.offsets[kQueues][stream];
@@ -76,7 +76,7 @@ class Controller {
     return p_.wait_always(block_.slots[slot_of(j)].*what, slot_parity(j), where);
   }
 
-  // Returns whether the launch was aborted. Lane 0 decides for the warp: all lanes must take the same branch.
+  // Returns whether the launch was aborted. Lane 0 decides, so that all lanes take the same branch.
   MK_FN bool aborted() { return shuffle(p_.aborted(), 0) != 0; }
 
   // Returns the parameters of an instruction's phase (the model's operation, isa.h).
@@ -84,16 +84,16 @@ class Controller {
     return params_.phases[block_.rank * (kMaxPhases + 1) + (record ? record_phase(record) : 0)];
   }
 
-  // Hands an instruction's record to the other warps. An experts record is handed over in parts (routes.h). A
-  // null record marks the end of the stream.
+  // Hands an instruction's record to the other warps. The record of an `experts` instruction is handed
+  // over in several parts (routes.h). A null record marks the end of the stream.
   MK_FN void publish(const int32_t* record, const Where& where) {
     int32_t done = 0;
     MK_LOOP do { done = publish_part(record, where, done); }
     while (kHasExperts && done > 0);
   }
 
-  // Hands over a record or, if its operation is `experts`, the part of it that begins with row `done`.
-  // Returns the row with which the next part begins, or 0 if there is none.
+  // Hands a record to the other warps; of an `experts` record, only the next part. `done` counts the
+  // token rows in its earlier parts. Returns `done` plus the new part's rows, or 0 if no rows are left.
   MK_FN int32_t publish_part(const int32_t* record, const Where& where, [[maybe_unused]] int32_t done) {
     if (!wait_for_room(kSlots, where)) return 0;
     [[maybe_unused]] const uint64_t begin = p_.now();

@@ -34,9 +34,9 @@ MK_FN bool wait_words(P& p, const Params& params, const Sizes& d, const Task& ta
   });
 }
 
-// Waits until the inputs of an attention work item (some rows and KV heads of a sequence) are written. There
-// is a counter for each pair of a row block (group of rows) and a group of KV heads. The function waits for
-// all pairs that the work item reads. Wait word 0 of the instruction's record names the first counter.
+// Waits until the inputs of an attention work item (some rows and KV heads of a sequence) are written.
+// Each combination of a row block (consecutive token rows) and a group of KV heads has a counter. The
+// function waits for the counters of the item's inputs. The record's wait word 0 names the first one.
 template <class P>
 MK_FN bool wait_item(P& p, const Params& params, const Sizes& d, const StepView& s, const Task& task,
                      int32_t item) {
@@ -105,8 +105,8 @@ class Signals {
 };
 
 // Signals that the output rows of an attention work item, from `row` on, are final. Each row block
-// (group of rows) has one counter, and the function adds `count` to the counter of the item's rows.
-// Signal word 0 of the record names the first counter. The lanes divide the ranks among themselves.
+// (consecutive token rows) has one counter, and `count` is added to the counter of the row block that
+// contains `row`. The record's signal word 0 names the first counter. Each lane signals other ranks.
 template <class P>
 MK_FN void signal_item(P& p, const Params& params, const Sizes& d, const Task& task, int32_t row,
                        int32_t count) {

@@ -193,9 +193,9 @@ class Device {
   MK_DEVICE void fence_pages() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   MK_DEVICE void fence_async() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-  // Each lane polls with acquire loads; a relaxed poll would need a second access at the end, to acquire.
-  // __all_sync does not order memory, so a __syncwarp follows it. After that, the lane that starts the loads
-  // sees the writes that the other lanes have acquired.
+  // Each lane polls its counters with acquire loads; relaxed loads would need a further acquire at the
+  // end. __all_sync does not order memory, so a __syncwarp follows it. After that, the lane that starts
+  // the loads sees the writes that the other lanes have acquired.
   template <class F>
   MK_DEVICE bool wait_counters(int n, Scope scope, const Where& where, const F& need) {
     bool held = true;
@@ -267,13 +267,13 @@ class Device {
   }
 
  private:
-  // The longest time that a try_wait may suspend the warp. An H100 resumes the warp after a fraction of a
-  // microsecond.
+  // The longest time for which a try_wait may suspend the warp. In fact, an H100 resumes the warp after
+  // a fraction of a microsecond.
   static constexpr uint32_t kSuspendNs = 1'000'000;
   static constexpr int kTick = 20;  // a tick of the watchdog's clock is 2^kTick ns
 
-  // After an abort, a warp abandons operations that are still outstanding after this many ticks, about a
-  // second.
+  // After an abort, a warp waits at most this many ticks, about a second, for operations that are still
+  // in progress.
   static constexpr uint32_t kLeaveTicks = 1u << 10;
 
   MK_DEVICE static uint32_t at(const Barrier& b) { return shared_address(&b); }

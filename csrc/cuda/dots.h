@@ -1,12 +1,12 @@
 // Computes matmuls with few rows on the CUDA cores. Each output is a dot product, and each weight is loaded
 // into a shared-memory page once.
 //
-// Weights and inputs arrive in pages of kPieces pieces (dot_pages, plan.h). Output columns are computed 16 at
-// a time, called a unit: with two matrices (gate and up), 8 columns of each. For each kPiece elements of the
-// inner dimension, a unit needs two pages of weights. Consumer warp w takes piece w of both pages, so it
-// computes two columns: 2w and 2w + 1 of the unit or, with two matrices, column w of each. Input rows stay in
-// the ring until the end of their lap. If the block has normalised or copied them itself, they are outside
-// the ring.
+// Weights and inputs arrive in pages of kPieces pieces. A piece is up to kPiece consecutive elements of
+// one row (plan.h). Output columns are computed in units of 16 or, with two matrices (gate and up), 8 of
+// each. For each kPiece elements of the inner dimension, a unit needs two weight pages. Consumer warp w
+// uses piece w of both, for columns 2w and 2w + 1 of the unit or, with two matrices, column w of each.
+// Input rows are in the ring for a lap (one filling of it), or elsewhere if the block normalised or
+// copied them.
 //
 // The order of additions is fixed, so results do not depend on the other rows: a lane adds its products in
 // ascending order, then a tree adds the sums of the lanes. For a normalised head, each warp adds the squares
@@ -20,22 +20,22 @@ namespace mk {
 
 static_assert(kPieces == kConsumerWarps, "a page has a piece for each consumer warp");
 
-// Where one piece of every input row lies, in bytes from `base`, which is the ring or Scratch::rows: row 0 at
-// `first`, each further row `stride` bytes later. In the ring, offsets from `end` on wrap around to its
-// start.
+// Where to find the same piece (kPiece elements) of every input row. `base` is the ring or
+// Scratch::rows. Row 0's piece begins `first` bytes after `base`, and the piece of each further row
+// `stride` bytes later. In the ring, an offset of `end` or more wraps around to the ring's start.
 struct DotInput {
   const unsigned char* base;
   int32_t first, stride, end;
 };
 
-// The sums that become a warp's two outputs of each row. Until `reduce`, each lane has only partial sums.
+// A warp's dot products: two output columns of each row. Before `reduce`, a lane has only partial sums.
 template <class P>
 class Dots {
  public:
   MK_FN void clear() { MK_UNROLL for (int r = 0; r < kDotRows; ++r) sum_[r].a = sum_[r].b = 0; }
 
-  // Adds the products of `n` weights and inputs to both outputs of each row. The weights for the two outputs
-  // are at w0 and w1.
+  // Adds the products of `n` weights and `n` inputs to both columns of each row. The weights of the two
+  // columns are at `w0` and `w1`.
   MK_FN void add(P& p, const unsigned char* w0, const unsigned char* w1, int n, int rows,
                  const DotInput& input) {
     if (rows == 1 && n == kPiece) {
@@ -60,9 +60,9 @@ class Dots {
     }
   }
 
-  // Adds up, for each row, the partial sums of all lanes. In every step, the lanes form pairs, and a pair
-  // divides its rows: each lane keeps half of them, and adds its partner's sums for this half. In the end,
-  // lane i has the total of row i.
+  // Adds up, for each row, the partial sums of all lanes. In every step, two lanes exchange sums: each
+  // lane keeps half of the remaining rows, and adds the other lane's sums for its half. In the end, lane
+  // i has the total of row i.
   template <int kMask = P::kLanes / 2>
   MK_FN void reduce(P& p, int rows) {
     if constexpr (kMask >= kDotRows) {
@@ -99,7 +99,7 @@ class Dots {
     }
   }
 
-  // Returns eight consecutive elements of a piece that has n elements, or zeros if they are past its end.
+  // Returns eight consecutive elements of a piece of n elements, or zeros if they are past the end.
   MK_FN static Words part(const unsigned char* piece, int vector, int lane, int n) {
     const int at = (vector * P::kLanes + lane) * 8;
     return at < n ? *reinterpret_cast<const Words*>(piece + 2 * at) : Words{};
@@ -109,7 +109,7 @@ class Dots {
 };
 
 // In builds for one row, copies the input row to shared memory, where `dots` reads it. All consumer
-// warps must have left the previous instruction.
+// warps must have finished the previous instruction.
 template <class P>
 MK_FN void copy_row(P& p, const Call& c) {
   constexpr int kStep = 8 * 32 * kConsumerWarps, kParts = higher_of(ceil_div(kMostInner, kStep), 1);
@@ -139,8 +139,8 @@ MK_FN void store_dots(P& p, const Call& c, const Dots<P>& dots, const To& to, co
   }
 }
 
-// Stores the results of a QKV projection. A head is normalised by the sum of the squares of all its columns,
-// so a warp keeps its results of such a head in registers.
+// Stores the results of a QKV projection. To normalise a head, the sum of the squares of all its columns
+// is needed. So a warp keeps its results of such a head in registers.
 template <class P>
 class DotHeads {
  public:
@@ -152,8 +152,8 @@ class DotHeads {
     angle_ = to.angle(row_, column_);
   }
 
-  // Takes the warp's two columns of the unit that starts at column `unit` of the tile, for every row. Stores
-  // them at once or, if the head must be normalised, with the head's last unit.
+  // Takes the warp's two columns, for every row, of the unit (16 columns) that starts at column `unit`
+  // of the tile. Stores them at once or, if the head must be normalised, after the head's last unit.
   MK_FN void store(P& p, const Call& c, const Dots<P>& dots, const Matmul& m, int unit) {
     ToHeads to(c);
     if constexpr (!kHeadNorms) {
@@ -203,8 +203,8 @@ class DotHeads {
     }
   }
 
-  // The warps exchange sums of squares, for some rows at a time, through two arrays used in turn (as in
-  // Team::gather). From these sums, computes the factor that normalises each row of a head.
+  // Computes the factor that normalises each row of a head, from the sums of squares of all warps. The
+  // warps exchange these for several rows at a time, in two arrays used in turn (as in Team::gather).
   MK_FN void meet(P& p, const Call& c, const ToHeads& to, int rows, ToHeads::Row* row) {
     constexpr int kPart = sizeof c.shared->squares[0][0] / sizeof(float);
     MK_LOOP for (int first = 0; first < rows; first += kPart, turn_ ^= 1) {
@@ -239,7 +239,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
   DotHeads<P> heads;
   int page = 0, held = 0;  // held: number of the first input page of the lap in progress
 
-  // `heads` uses the block's scratch memory, so all warps must have left the previous instruction.
+  // `heads` uses the block's scratch memory, so all warps must have finished the previous instruction.
   if (kHeadNorms && m.phase.head_norm != Buffer::kNone) p.consumer_sync();
   const auto release_inputs = [&] { pages.release(held, inputs); };
   for (int unit = 0; unit < cols; unit += two ? kPieces : 2 * kPieces) {

@@ -1,4 +1,4 @@
-// Matmuls on the tensor cores, one chunk of columns after another, with all operands in stages (plan.h).
+// Matmuls on tensor cores, one chunk of columns after another. Operands are in the stages of block.h.
 #pragma once
 #include "plan.h"
 #include "results.h"
@@ -6,12 +6,12 @@
 
 namespace mk {
 
-// A warp's accumulators are blocks of 8 columns. The blocks for the first weight page of a K step come first,
-// then the blocks for the second weight page.
+// A warp's accumulators are divided into blocks of 8 columns. The blocks for the first weight page of a
+// k step come first, then the blocks for its second weight page.
 constexpr int kBlockCols = 8, kPageBlocks = kTileRows / kBlockCols;
 
-// Multiplies one chunk in steps along the inner length, one per stage. Two steps are in flight at a
-// time. But if a stage is not filled yet, the previous one is released first: the loaders may need it.
+// Multiplies one chunk in k steps, one per stage. Two k steps are in flight at a time. But if a stage is
+// not filled yet, the previous stage is released first, because the loaders may need its room.
 template <int kHalves, class Accumulators, class Pages>
 MK_FN void multiply(Pages& pages, int steps, Accumulators& acc) {
   int held = 0;  // how many stages of earlier steps are not released: 0 or 1
@@ -36,12 +36,12 @@ MK_FN void multiply(Pages& pages, int steps, Accumulators& acc) {
   pages.release_stage(1, held);
 }
 
-// store_stages and store_results process kTurn blocks of accumulators (8 columns each) at a time. If they
-// were unrolled over all blocks, their code would not fit the instruction cache.
+// store_stages and store_results process kTurn blocks of accumulators (8 columns each) at a time. If
+// their loops were unrolled over all blocks, the code would not fit the instruction cache.
 constexpr int kTurn = 4;
 
-// Writes a chunk's results to stages, from which the storer copies them. The chunk starts at column `col` and
-// has `blocks` blocks. `to.pair` turns the accumulators of two columns into results.
+// Writes a chunk's results to stages, from which the storer copies them. The chunk starts at column
+// `col` and has `blocks` blocks of 8 columns. `to.pair` turns two columns' accumulators into results.
 template <class Accumulators, class Pages, class To>
 MK_FN void store_stages(const Accumulators& acc, Pages& pages, const To& to, int col, int blocks) {
   using Element = typename To::Element;

@@ -58,7 +58,7 @@ struct Params {
   uint64_t layer_stride[kMostCopies];   // [tp][kBuffers]: bytes between layers; 0 if they share one copy
 
   MK_DIMS_FN int32_t* counters_of(int32_t rank) const { return counter_values[kOneRow ? 0 : rank]; }
-  // Returns the address of a rank's copy of a buffer. A buffer with one copy per layer uses `layer`.
+  // Returns where a rank's copy of a buffer begins. If every layer has its own copy, `layer` selects it.
   MK_DIMS_FN void* at(int32_t rank, Buffer buffer, int32_t layer) const {
     const int32_t i = (kOneRow ? 0 : rank * kBuffers) + static_cast<int32_t>(buffer);
     return static_cast<char*>(buffers[i]) + static_cast<uint64_t>(layer) * layer_stride[i];

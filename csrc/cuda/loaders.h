@@ -7,8 +7,8 @@
 
 namespace mk {
 
-// Whether the weight loader prefetches, and limits its loads in flight (Asked::window). Builds for
-// tensor cores do neither, because they need more bytes in flight.
+// Whether the weight loader prefetches weights into the L2 cache, and limits its loads in flight
+// (Asked::window). It does neither in builds for tensor cores, which need more bytes in flight.
 MK_FN bool windowed(const Sizes& d) { return uses_dots(d) && kAblation != Ablation::kCopies; }
 
 // Loads a whole page of weights for dot products, or prefetches it into the L2 cache if `page` is null.
@@ -27,9 +27,9 @@ MK_FN void fetch_columns(P& p, const Params& params, Block<P>& block, const Page
     p.prefetch_columns(map, piece, a, b, use.z);
 }
 
-// Prefetches weights, also those of later instructions, while the weight loader waits for room in the
-// ring. Nothing reports when a prefetch is complete, so the loader prefetches a page per kAheadNs, as
-// fast as memory delivers one to each SM. It stays at most kAheadPages pages ahead of the ring.
+// Prefetches weights, also of later instructions, while the weight loader waits for room in the ring.
+// Nothing reports the end of a prefetch, so the loader prefetches one page per kAheadNs, the rate at
+// which memory can serve every SM. It stays at most kAheadPages pages ahead of the ring.
 template <class P>
 MK_FN void prefetch_ahead(P& p, Block<P>& block, const Params& params) {
   BlockAhead& at = block.ahead;
@@ -57,7 +57,7 @@ MK_FN void load_tiles(P& p, const Params& params, const Block<P>& block, const P
   use.for_boxes(0, 1, [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
 }
 
-// Starts the load of a page into slot `slot` of the ring. `rows` is the result of `pieces_of`.
+// Starts to load a page into slot `slot` of the ring. `rows` is where the copied rows begin (pieces_of).
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
@@ -106,9 +106,9 @@ MK_FN bool fill_stages(P& p, Block<P>& block, const Params& params, const Task& 
   });
 }
 
-// For a matmul that is computed as dot products, returns the address from which a loader copies pieces of
-// rows: the inputs if `inputs` is set, otherwise the instruction's weights. Returns null if the loader copies
-// no pieces for this task.
+// For a matmul that is computed as dot products, returns where the rows begin that a loader copies in
+// pieces. The rows are inputs if `inputs` is set, otherwise the instruction's weights. Returns null if
+// the loader copies no pieces for this task.
 template <class P>
 MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, const Task& task, bool inputs) {
   if (!is_experts(task) && !(uses_dots(block.dims) && task.is(Operation::kMatmul))) return nullptr;
@@ -121,15 +121,15 @@ MK_FN const char* pieces_of(P&, const Block<P>& block, const Params& params, con
   return start + int64_t{part_of(task).expert} * phase.matrices * phase.width * phase.inner * 2;
 }
 
-// Which of the last kRing pages this loader has filled itself. Their data may still be on its way.
+// Which of the last kRing pages were filled by this loader. Their data may still be on its way.
 template <class P>
 class Asked {
  public:
   // Counts one more page of the ring. `filled` says whether this loader filled it.
   MK_FN void count(bool filled) { filled_ = (filled_ << 1 | filled) & ((1u << kRing) - 1); }
 
-  // Waits while kWindowPages or more of this loader's pages may be on their way, because every other
-  // access to memory waits behind them. `next` is the number of the next page.
+  // Waits while kWindowPages or more of this loader's pages may be on their way, because other accesses
+  // to memory would wait behind them. `next` is the number of the next page.
   MK_FN bool window(P& p, Block<P>& block, uint32_t next, const Where& where) const {
     uint32_t late = filled_;
     MK_UNROLL for (int i = 1; i < kWindowPages; ++i) late &= late - 1;
@@ -137,8 +137,8 @@ class Asked {
     const Page at = page_of(next - count_bits((late & -late) * 2 - 1));
     return p.wait(block.full[at.slot], at.parity, where, [&] { return left(p, block, at); });
   }
-  // Waits until all of this loader's pages have arrived, because a block must not end before its loads.
-  // This matters after an abort.
+  // Waits until all of this loader's pages have arrived. A block must not end while its loads are in
+  // flight, as they may be after an abort.
   MK_FN void settle(P& p, Block<P>& block, uint32_t next) const {
     MK_LOOP for (uint32_t n = 1; filled_ >> (n - 1); ++n) {
       const Page at = page_of(next - n);
@@ -149,13 +149,13 @@ class Asked {
   }
 
  private:
-  // Whether the page has been released. If so, its data has arrived, but a wait for `full` might not notice:
-  // the other loader may have filled the slot again, so that `full` is two phases ahead.
+  // Whether the page has been released. If so, its data has arrived, but a wait for `full` might miss
+  // this. Once the other loader has filled the slot again, `full` has its earlier parity again.
   MK_FN static bool left(P& p, Block<P>& block, const Page& at) {
     return p.test(block.empty[at.slot], at.parity);
   }
 
-  uint32_t filled_ = 0;  // bit n: whether this loader filled the page n places before the last
+  uint32_t filled_ = 0;  // bit n: whether this loader filled the page that is n before the last one
 };
 
 // Runs the weight loader or the input loader. Both go through the same list of pages. The weight loader fills
@@ -172,9 +172,9 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     const Task& task = slot.task;
     if (!p.wait_always(slot.fetched, slot_parity(j)) || task.end()) break;
     const char* rows = pieces_of(p, block, params, task, inputs);
-    // In dot products, pages of weights come before pages of inputs. For these weight pages, the input loader
-    // must also wait until their slots in the ring are empty, and pass them. It does so before it waits for
-    // the counters of the inputs, because the slots become free earlier.
+    // In dot products, pages of weights come before pages of inputs. The input loader skips these weight
+    // pages, but must wait until their slots in the ring are empty. It does so before it waits for the
+    // counters of the inputs, because the slots become free earlier.
     bool waits = inputs;
     const auto wait = [&] {
       waits = false;

@@ -19,9 +19,9 @@ static_assert(MK_SERVICE_REGISTERS * kConsumerWarp + MK_CONSUMER_REGISTERS * kCo
                   kLaunchRegisters * kWarps,
               "the warps must not request more registers than the launch provides");
 
-// Reads the SM's clock and the wall clock at the same moment, so that times in a trace can be converted to
-// wall time. The wall clock advances in steps, so the function first waits for its next step. Stamp 0 is that
-// of the block's begin, stamp 1 that of its end.
+// Reads the SM's clock and the wall clock at the same moment, so that times in a trace can be converted
+// to wall time. The wall clock advances in steps, so the function first waits for its next step.
+// `number` is 0 at the block's begin and 1 at its end.
 MK_DEVICE void stamp(Device& p, const Params& params, int number) {
   if (!Device::kTrace || threadIdx.x != 0) return;
   uint64_t* to = params.clocks + static_cast<int64_t>(blockIdx.x) * kClockStamps + 2 * number;

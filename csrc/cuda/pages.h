@@ -46,12 +46,12 @@ class Pages {
     MK_LOOP for (auto& full : block_.stages[at.slot].full) p_.wait(full, at.parity, task_.where);
   }
   MK_FN void advance() { ++stage_; }
-  // Releases the n-th stage before the current one if `held` is 1, and nothing if it is 0. Tensor cores read
-  // through the async proxy and need no fence.
+  // Releases the n-th stage before the current one if `held` is 1, and nothing if it is 0. No fence is
+  // needed, because tensor cores read through the async proxy, as loads write.
   MK_FN void release_stage(int n, int held) {
     p_.arrive(block_.stages[stage_of(stage_ - n).slot].empty, held);
   }
-  // Tells the storer that this warp has written its part of the current stage, and goes to the next one.
+  // Tells the storer that this warp has written its results to the current stage, and goes to the next.
   MK_FN void ready() {
     p_.fence_pages();
     p_.arrive(block_.stages[stage_of(stage_++).slot].ready);
@@ -68,9 +68,9 @@ class Pages {
     }
   }
 
-  // Attention only: every consumer warp calls this once it has stored and fenced its part of a work item.
-  // When all have called it, the item's output rows, from `row` on, are complete, and one warp adds `count`
-  // to their counter.
+  // Attention only: every consumer warp calls this once it has stored and fenced its results for a work
+  // item. When all warps have called it, the item's output rows, from `row` on, are complete. Then one
+  // warp adds `count` to the counter of these rows.
   MK_FN void done(int row, int count) {
     p_.consumer_sync();
     if (p_.warp() == kConsumerWarp) signal_item(p_, params_, block_.dims, task_, row, count);

@@ -1,6 +1,6 @@
-// Tells the compiler, the simulator and the verifier which shared-memory pages instructions take, by listing
-// the pages as the interpreter does. The CPU interpreter, in the same library, has other types of the same
-// names, so the namespace has another name here.
+// Tells the compiler, the simulator and the verifier how many shared-memory pages instructions use, by
+// listing the pages with the interpreter's code (plan.h). The CPU interpreter, in the same library, has
+// other types of the same names, so the namespace has another name here.
 #define mk mk_pages
 #include "plan.h"
 
@@ -11,7 +11,7 @@
 namespace mk {
 namespace {
 
-// The number of pages that a matmul instruction takes, by use. `held`: the most held at once;
+// The numbers of pages that a matmul instruction uses. `held`: the most in the ring at once;
 // `held_inputs`: input pages that stay in the ring together; `last`: output pages of its widest chunk.
 struct MatmulPages {
   int32_t weights, inputs, output, held, held_inputs, last;
@@ -45,7 +45,7 @@ MatmulPages matmul_pages(const Sizes& d, const Phase& phase, int32_t rows, int32
   return out;
 }
 
-// Returns the number of pages that an attention item with these rows and KV heads takes for each KV block.
+// Returns how many pages an attention item with `rows` token rows and `kv_heads` uses for each KV block.
 int32_t block_pages(const Sizes& d, int32_t rows, int32_t kv_heads) {
   const int32_t zero = 0, one = 1;
   StepView step{};
@@ -87,13 +87,13 @@ MK_API void mk_attention_pages(const Dims* dims, int64_t n, const int32_t* rows,
   }
 }
 
-// For `n` attention items of rows[i] query rows, writes how many units each KV head has (head_units).
+// Writes to out[i] how many units (head_units) each KV head has in an item with rows[i] token rows.
 MK_API void mk_head_units(const Dims* dims, int64_t n, const int32_t* rows, int64_t* out) {
   const Sizes d = sizes_of(*dims);
   for (int64_t i = 0; i < n; ++i) out[i] = head_units(d, rows[i]);
 }
 
-// Returns how many query rows of one KV head keep all consumer warps busy at once.
+// Returns how many token rows give all consumer warps attention work at once, for one KV head.
 MK_API int32_t mk_pass_rows(const Dims* dims) {
   const Sizes d = sizes_of(*dims);
   return higher_of(kConsumerWarps * kQueryTile / (d.group_size() * head_parts(d)), 1);
@@ -102,7 +102,7 @@ MK_API int32_t mk_pass_rows(const Dims* dims) {
 // Returns the number of K and V pages for one KV head and one KV block.
 MK_API int32_t mk_kv_pages(const Dims* dims) { return kv_pages(sizes_of(*dims)); }
 
-// Returns the number of output columns of a matmul phase that fit into a page; 0 if pages do not store them.
+// Returns how many output columns of a matmul phase fit into a page, or 0 if its results use no pages.
 MK_API int32_t mk_output_columns(const Dims* dims, const Phase* phase) {
   const bool paged = by_pages(phase->result) && dims->units == static_cast<int32_t>(Units::kTensor);
   return paged ? output_cols({*phase, {}}) : 0;

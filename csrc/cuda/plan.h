@@ -1,11 +1,11 @@
 // Lists the shared-memory pages that an instruction uses, in order. The list depends only on the
-// instruction's record, the sizes and the step table, so every role (loaders, consumers, storer) gets the
-// same one from `for_pages`. Its callback `each` is inlined, so each kind of instruction calls it in one
-// place.
+// instruction's record, the sizes and the step table, so every role (loaders, consumers, storer) gets
+// the same list from `for_pages`. The callback `each` is inlined. To keep the code small, each kind of
+// instruction calls it in only one place.
 //
-// A page has one of two formats. A page of tiles has boxes of kBoxRows rows x 128 bytes. A page of pieces has
-// up to kPieces pieces, each with up to kPiece successive elements of a row. If PageUse::whole is set, one
-// bulk copy loads the page; otherwise each box or piece has its own copy.
+// A page has one of two formats. A page of tiles has boxes of kBoxRows rows x 128 bytes. A page of
+// pieces has up to kPieces pieces, each with up to kPiece successive elements of a row. If
+// PageUse::whole is set, one bulk copy loads the page; otherwise each box or piece is copied separately.
 #pragma once
 #include "../common/index.h"
 #include "block.h"
@@ -26,8 +26,8 @@ struct Box {
   uint32_t bytes;
 };
 
-// The contents of a page: `boxes` boxes or pieces. They are numbered down columns that are one box or piece
-// wide, with `per` boxes or pieces in a column.
+// The contents of a page: `boxes` boxes or pieces. In the buffer, they form columns that are one box or
+// piece wide. They are numbered column by column, with `per` of them in a column.
 struct PageUse {
   Fill fill = Fill::kInputs;
   bool pieces = false;  // the format: pieces if true, otherwise tiles
@@ -39,7 +39,7 @@ struct PageUse {
   int32_t boxes, per = kPageBoxes;
   int32_t step = 1;    // pieces: distance between successive pieces, in rows of the buffer
   int32_t member = 0;  // weights of dot products: 0 or 1, the page's number in its pair
-  int32_t other = 0;   // weights of dot products: distance from member 0's rows to member 1's, in rows
+  int32_t other = 0;   // weights of dot products: how many rows after page 0's first row page 1 begins
   int32_t inner = 0;   // pieces: elements per row of the buffer
   int32_t item = -1;   // attention: the item's index in the step table; otherwise -1
 
@@ -74,7 +74,7 @@ struct PageUse {
   }
 };
 
-// Returns a buffer's tensor map. One copy moves a page if `whole` is set, otherwise a part of a page (a box).
+// Returns the tensor map of a buffer for copies of a whole page, or of one box if `whole` is not set.
 MK_FN const TensorMap& map_of(const Params& params, int32_t rank, Buffer buffer, bool whole) {
   return params.maps[(rank * kBuffers + static_cast<int32_t>(buffer)) * kMaps + (whole ? 1 : 0)];
 }
@@ -145,7 +145,7 @@ struct Chunk {
   MK_FN int32_t steps() const { return ceil_div(m.phase.inner, kTileInner); }
   MK_FN int32_t operands() const { return m.two() || cols > kTileRows ? 3 : 2; }
   MK_FN int32_t outputs() const { return by_pages(m.phase.result) ? ceil_div(cols, output_cols(m)) : 0; }
-  // Returns a page of the first step's operands: the inputs if `member` is 0, otherwise weights.
+  // Returns a page of the first k step's operands: inputs if `member` is 0, otherwise weights.
   MK_FN PageUse operand(int32_t member) const {
     if (member == 0) return page(m.phase.inputs, m.tile.row, 0, m.tile.rows);
     const int32_t first = member == 2 && !m.two() ? kTileRows : 0, z = m.two() ? matrix + member - 1 : matrix;
@@ -166,7 +166,7 @@ struct Chunk {
   }
 };
 
-// Calls each(Chunk) for the chunks of a task in stages. Stops and returns false once `each` does.
+// Calls each(Chunk) for a tensor-core matmul's chunks. Stops and returns false once `each` does.
 template <class Each>
 MK_FN bool for_chunks(const Sizes& d, const Task& task, Each&& each) {
   if (!in_stages(d, task)) return true;
@@ -187,7 +187,7 @@ MK_FN bool for_chunks(const Sizes& d, const Task& task, Each&& each) {
 // The ring of pages is too small for all weights, so it is filled several times, in "laps". Each lap loads
 // weight pages and then all input rows, so the inputs are loaded again in every lap. Piece p of input row r
 // has number p * rows + r.
-//
+
 MK_FN int32_t unit_cols(const Matmul& m) { return m.two() ? kPieces : 2 * kPieces; }
 MK_FN int32_t dot_units(const Matmul& m) {
   // A shift replaces the integer division, which would take as long as the work on a page.
@@ -288,8 +288,8 @@ constexpr int kMaxHeadParts = kWide ? 2 : 1;
 constexpr int kPassUnits = kTogether ? 1 : kConsumerWarps;
 MK_FN int32_t head_parts(const Sizes& d) { return kWide && d.head_dim > kHeadPart ? kMaxHeadParts : 1; }
 
-// `rows` query rows of a KV head have a unit for each tile of kQueryTile pairs (row, query head) and each
-// part of the head.
+// Returns how many units of work a KV head with `rows` token rows has. Each part of the head has one
+// unit for each tile of kQueryTile pairs (token row, query head).
 MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
   return ceil_div(rows * d.group_size(), kQueryTile) * head_parts(d);
 }
@@ -297,12 +297,12 @@ MK_FN int32_t head_units(const Sizes& d, int32_t rows) {
 // The number of pages of one KV block (128 tokens) of a KV head.
 MK_FN int32_t kv_pages(const Sizes& d) { return d.head_dim <= kTileInner ? 2 : 4 * head_parts(d); }
 
-// Lists the pages of one attention work item. Its work is divided into units, of which each pass processes
-// kPassUnits (attention.h). A pass goes through the KV blocks and, in each block, through the KV heads. For
-// each head, pages of keys come first, then pages of values; likewise for each part of a head. Keys
+// Lists the pages of one attention work item. Its work is divided into units, of which each pass
+// processes kPassUnits (attention.h). A pass goes through the KV blocks and, in each block, through the
+// KV heads. For each head, the pages of keys of all its parts come first, then the pages of values. Keys
 // [element][token] are split into halves of 64 tokens, and values [token][element] into halves of 64
-// elements. Each half is a page. If heads have at most kTileInner elements, one page has both halves of the
-// keys, and one page has all values.
+// elements. Each half is a page. If heads have at most kTileInner elements, one page has all keys, and
+// one all values.
 //
 // An item without KV blocks to read has one empty page, which becomes full once the item's counters are
 // complete. This is so for padding, and for items whose blocks are all before the layer's sliding window.

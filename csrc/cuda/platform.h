@@ -73,8 +73,8 @@
 
 namespace mk {
 
-// The options of a build (megakernel/runtime/cuda/compile.py). Without them, as on the CPU, a build has all
-// code, and Dims.units chooses the units of matmuls.
+// The options of a build (megakernel/runtime/cuda/compile.py). Without them, as on the CPU, a build has
+// all code, and Dims.units decides whether matmuls use CUDA cores or tensor cores.
 #ifndef MK_UNITS
 #define MK_UNITS 0
 #define MK_EXPERTS 1
@@ -83,13 +83,13 @@ namespace mk {
 #endif
 constexpr Units kUnits = static_cast<Units>(MK_UNITS);
 
-// Whether the build has the code for layers with experts, and for attention sinks, which only models with
-// experts have. Builds without it hand over every instruction faster.
+// Whether the build has the code for layers with experts, and for attention sinks, which only models
+// with experts have. Without this code, the controller hands over every instruction faster.
 constexpr bool kHasExperts = MK_EXPERTS;
 
-// Whether the build has the code for wide norms and heads: norms over all heads of q and of k, rounding
-// without a norm, heads of more than kHeadPart elements, caps of scores and logits, and scales of heads after
-// RoPE. Few models need this code, and without it the others need fewer registers.
+// Whether the build has the code for wide norms and heads, rounding without a norm, caps of scores and
+// logits, and scales of heads after RoPE. Wide norms cover all heads of q or of k, and wide heads have
+// over kHeadPart elements. Few models need this code, and builds without it need fewer registers.
 constexpr bool kWide = MK_WIDE;
 
 // The work that a build for benchmarks leaves out (params.h). The results of such a build are meaningless, so
@@ -109,7 +109,7 @@ constexpr int kMostHidden = 8192, kMostGroup = kQueryTile, kMostInner = 0;
 // The number of pages in the ring. A build for one row has one page less. It keeps all input rows of matmuls
 // outside the ring, in the first kCopyBytes of Scratch.
 constexpr int kRing = kOneRow ? kRowPages : kPages, kRowBytes = kNormBytes + (kPages - kRing) * kPageBytes;
-// Whether all consumer warps compute each tile of attention together. A single row has few tiles.
+// Whether the consumer warps share the work on each attention tile. One token row has few tiles.
 constexpr bool kTogether = kOneRow && !kWide;
 
 // An encoded tensor map, which describes a tensor in global memory to the bulk copy engine (TMA) or, in tests

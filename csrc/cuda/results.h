@@ -2,7 +2,7 @@
 //   row(r)     returns what `store` needs of output row r, such as addresses
 //   column(c)  returns what `store` needs of the output columns c and c + 1, where c is even
 //   store      writes the results for one row and two adjacent columns with ordinary stores
-//   pair       returns what a matmul writes to a stage for two columns; if kTwo, from gate and up
+//   pair       returns the results for two columns, to be written to a stage; if kTwo, from gate and up
 #pragma once
 #include "../common/index.h"
 #include "arithmetic.h"
@@ -147,11 +147,11 @@ class To {
   const float* bias_;
 };
 
-// Adds the results to the output, which is the residual, or stores them there if the phase says so. An
-// addition is one access that nothing waits for. The order of additions is fixed all the same: within a
-// phase, one instruction adds to each element, and the counters order phases. The additions are relaxed. They
-// become visible with the signal after them, because each warp arrives at `outputs` only after its own
-// additions.
+// Adds the results to the output, which is the residual, or stores them there if the result is kStored.
+// An addition is a single memory access, and no warp waits for it. Still, the order of additions is
+// fixed: in each phase, one instruction adds to each element, and the counters order the phases. The
+// additions are relaxed atomics. The instruction's signal makes them visible, because each warp arrives
+// at `outputs` only after its own additions.
 class ToResidual : public To {
  public:
   using To::To;
@@ -171,8 +171,8 @@ class ToResidual : public To {
 };
 
 // Destination of partial sums that a later all-reduce adds up. They go to the rank that stores the row's
-// residual, or to all ranks if the residual is replicated. In the output buffer, each sending rank has its
-// own part.
+// residual, or to all ranks if the residual is replicated. Each sending rank has a separate section of
+// the output buffer.
 class ToPartial : public To {
  public:
   using To::To;
@@ -192,8 +192,8 @@ class ToPartial : public To {
   }
 };
 
-// Stores silu(gate) * up, or gelu(gate) * up, or the clipped gate of experts
-// (megakernel/isa/operations/experts.py). Unlike in the other classes, `store` takes two values of one
+// Stores silu(gate) * up or gelu(gate) * up or, for experts with clipped gates, the formula in
+// megakernel/isa/operations/experts.py. Unlike in the other classes, `store` takes two values of one
 // column: gate and up.
 class ToGated : public To {
  public:
@@ -221,8 +221,8 @@ class ToGated : public To {
   const bool gelu_;
 };
 
-// Stores the results of experts, rounded to bf16. If each rank has a part of every expert, the results of all
-// ranks are added, so only rank 0 adds the bias.
+// Stores the results of experts, rounded to bf16. If each rank has a part of every expert, the ranks'
+// results are added up later, so only rank 0 adds the bias.
 class ToRows : public To {
  public:
   using To::To;

@@ -1,15 +1,15 @@
-// Finds the rows of an experts instruction in ROUTES, the router's choices. The controller waits for the
-// counters, reads ROUTES and hands over the instruction in parts, so no other role waits. A part covers
-// at most as many token rows as dot products can process, and uses those that chose the expert.
+// Finds the token rows of an `experts` instruction in ROUTES, the router's choices. The controller waits
+// for the counters and reads ROUTES, so no other role waits. It hands over the instruction in parts. A
+// part covers no more token rows than dot products can process, and uses those that chose the expert.
 #pragma once
 #include "ops/call.h"
 #include "ops/memory.h"
 
 namespace mk {
 
-// The operands of one part of an experts instruction. They replace the operands of its record.
+// The operands of one part of an `experts` instruction. They replace those in the instruction's record.
 struct ExpertPart {
-  int32_t row, rows;  // first token row of the part; number of those that have chosen the expert
+  int32_t row, rows;  // first token row of the part; how many of its rows have chosen the expert
   int32_t col, cols;
   int32_t expert;   // number among the rank's experts
   uint32_t chosen;  // bit i is set if token row `row` + i has chosen the expert
@@ -18,8 +18,8 @@ struct ExpertPart {
 MK_FN bool is_experts(const Task& task) { return kHasExperts && task.is(Operation::kExperts); }
 MK_FN const ExpertPart& part_of(const Task& task) { return operands<ExpertPart>(task.record); }
 
-// The maximum number of rows of dot products, if each row fits in one piece. A build for tensor cores uses
-// dot products for experts only, with fewer rows, so that its code stays short.
+// The most rows that dot products process at once, if a row fits in one piece (kPiece elements). A build
+// for tensor cores uses dot products for experts only, with fewer rows, so that its code stays short.
 constexpr int kDotRows = kOneRow ? 1 : kUnits == Units::kTensor ? 8 : kDotInputPages * kPieces;
 static_assert(kDotRows <= 32, "a warp has one lane, and ExpertPart::chosen one bit, for each row");
 
@@ -28,7 +28,7 @@ MK_FN int32_t most_dot_rows(int32_t inner) {
   return lower_of(kDotRows, kDotInputPages * kPieces / ceil_div(inner, kPiece));
 }
 
-// Finds the rows for which the router chose an expert (ROUTES). Invalid choices access no other memory.
+// Reads the router's choices (ROUTES). An invalid expert number causes no access outside the buffers.
 struct Routes {
   const int32_t* experts;       // [rows][count]
   int32_t count;                // experts per token
@@ -60,21 +60,21 @@ struct Routes {
     MK_LOOP for (; !(chosen & 1) || i-- > 0; chosen >>= 1)++ row;
     return row;
   }
-  // Returns the result row of the part's i-th token. Each expert of a token has a row of its own.
+  // Returns the output row for the part's i-th token. Each expert of a token has its own output row.
   MK_FN int32_t result(const Task& task, int32_t i) const {
     const int32_t row = token(task, i), expert = first + part_of(task).expert;
     int32_t place = 0;
     MK_LOOP for (; place < count - 1 && at(row, place) != expert;)++ place;
     return row * count + place;
   }
-  // Returns the row of the part's i-th input. For gate and up, all experts of a token read the same row.
+  // Returns the part's i-th input row. For gate and up, all experts of a token read the same row.
   MK_FN int32_t input(const Task& task, int32_t i) const {
     return task.phase.matrices == 2 ? token(task, i) : result(task, i);
   }
 };
 
-// Replaces the experts record in `task` by one of its parts, which begins with the record's row `done`.
-// Only the last part signals. Returns the row with which the next part begins, or 0 if there is none.
+// Replaces the `experts` record in `task` by its next part. `done` counts the token rows in earlier
+// parts. Returns `done` plus the new part's rows, or 0 for the last part. Only the last part signals.
 template <class P>
 MK_FN int32_t choose_rows(P& p, const Routes& routes, Task& task, int32_t done) {
   const ExpertTile& op = operands<ExpertTile>(task.record);

@@ -1,9 +1,9 @@
 // Detects waits that last too long because of a bug in the program or in the interpreter.
 //
-// Most stuck warps wait for another warp that is stuck too, so no single warp can tell where the fault is.
-// Therefore each wait is recorded after a millisecond, and a wait of Params.timeout_ns aborts the launch. By
-// then every stuck warp has a record, and the abort keeps the records. megakernel/runtime/cuda/stall.py reads
-// them and finds the one wait that all others depend on.
+// Most stuck warps wait for another warp that is stuck too, so no single warp can tell where the fault
+// is. Therefore a warp records each wait that lasts a millisecond. A wait of Params.timeout_ns aborts
+// the launch. By then every stuck warp has a record, and records are kept after the abort.
+// megakernel/runtime/cuda/stall.py reads them and finds the one wait that all others depend on.
 //
 // Before a warp ends, it copies its record from the block's array `late` to Params.diagnoses.
 #pragma once

@@ -34,8 +34,8 @@ __device__ __forceinline__ void start_wgmma(float* v, uint64_t a, uint64_t b) {
   }
 }
 
-// One lane's part of the results. It has two rows, row(0) and row(1). The 256 columns form 32 blocks of 8
-// columns, and the lane has two adjacent columns of each block.
+// One lane's results: those of two rows, row(0) and row(1). The 256 columns form 32 blocks of 8 columns,
+// and the lane has two adjacent columns of each block.
 class Accumulators {
  public:
   static constexpr int kRows = 2, kPairs = 1;
@@ -68,9 +68,9 @@ class Accumulators {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
 
-  // Some of a lane's results: those in kCount neighbouring blocks of 8 columns. blocks(first) returns the
-  // blocks first, first + 1 and so on; `first` is a multiple of kCount. It selects them by branches, because
-  // registers cannot be indexed at run time.
+  // A lane's results in kCount neighbouring blocks of 8 columns. blocks(first) returns the results of
+  // blocks first, first + 1 and so on; `first` is a multiple of kCount. The function uses branches,
+  // because registers cannot be indexed at run time.
   template <int kCount>
   struct Blocks {
     float v[4 * kCount];

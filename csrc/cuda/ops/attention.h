@@ -13,8 +13,8 @@
 
 namespace mk {
 
-// A tile of the query rows that share one KV head of an item. There is a query row for each token row and
-// each query head.
+// A tile of the query rows that share one KV head of an item. Each combination of a token row and a
+// query head is a query row.
 struct QueryRows {
   int first_row, rows;    // the item's token rows: the first and their number
   int first_head, heads;  // the KV head's query heads: the first (within the rank) and their number
@@ -68,14 +68,14 @@ class AttentionItem {
   }
 
  private:
-  // Builds for one row have looked up the item already. Others do so at each call, to save registers.
+  // Builds for one row have read the step table in advance. Others read it here, to save registers.
   MK_FN ItemWork work() const { return kTogether ? read_ : item_work(call_, item_); }
   MK_FN KvBlocks blocks() const { return work().blocks; }
   MK_FN int32_t span() const { return d_.span(call_.task->where.layer); }
 
   MK_FN int32_t position(int row) const { return kTogether ? read_.position : s_.positions[row]; }
   MK_FN int parts() const { return head_parts(d_); }
-  // The part of a head that this warp computes. Successive warps compute the parts of one tile.
+  // Which part of a head this warp computes. Neighbouring warps compute the parts of the same tile.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
   MK_FN int row() const { return kOneRow ? 0 : s_.item_row[item_]; }
   MK_FN int rows() const { return kOneRow ? 1 : s_.item_rows[item_]; }  // not for padding items
@@ -86,8 +86,8 @@ class AttentionItem {
   // pages of keys and two of values for each of its parts.
   MK_FN bool narrow() const { return d_.head_dim <= kTileInner; }
 
-  // A unit is 16 query rows with one KV head, or with a part of a wider one. Processes up to eight units of
-  // the item at once, one per warp, from number `begin` on. If the warps work together, processes one unit.
+  // A unit is 16 query rows with one KV head, or with a part of a wide head. Processes up to eight units
+  // of the item at once, one per warp, from number `begin` on; if the warps work together, one unit.
   MK_FN void run_pass(int begin) {
     const int of_head = this->of_head(), end = lower_of(begin + kPassUnits, units()),
               unit = kTogether ? begin : begin + call_.warp;
@@ -97,8 +97,8 @@ class AttentionItem {
     const int first = unit % of_head / parts() * kQueryTile;
     const int last = own < 0 ? -1 : last_position(query_rows(own, first));
     const bool split = work().split >= 0;
-    // The number of KV heads of all warps' units together, and how many of them come before this warp's KV
-    // head.
+    // `heads`: how many KV heads the units of this pass use. `before`: how many of these heads come
+    // before this warp's.
     const int heads = (end - 1) / of_head - begin / of_head + 1, before = own - begin / of_head;
     const float scale = 1.0f / sqrtf(static_cast<float>(d_.head_dim));
     typename P::AttentionTile tile(p_, d_);
@@ -169,8 +169,8 @@ class AttentionItem {
     tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); }, part());
   }
 
-  // Used if several work items divide the KV blocks of the same rows. Called when this item has stored its
-  // partial results. Returns true only in the last of these items, which then merges the results of all.
+  // Used if several work items divide the KV blocks of the same rows. Called after this item has stored
+  // its partial results. Returns true only in the last of these items, which merges all results.
   MK_FN bool last_of_split() {
     p_.consumer_sync();
     if (call_.warp == 0) {
@@ -185,7 +185,7 @@ class AttentionItem {
     return call_.shared->last;
   }
 
-  // Merges the partial results of all KV blocks. The warps divide the query rows and heads among themselves.
+  // Merges the partial results of all KV blocks. Each warp merges other token rows and query heads.
   MK_FN void merge_split() {
     int turn = 0;
     MK_LOOP for (int r = 0; r < s_.item_rows[item_]; ++r) {
@@ -237,7 +237,7 @@ class AttentionItem {
   }
 
   // Returns the sinks, or null if the phase has none. A sink is a score for one of the rank's query
-  // heads: it counts in the sum l but has no value.
+  // heads: it counts in the softmax's sum, but no value belongs to it.
   MK_FN const float* sinks() const {
     return kHasExperts ? call_.weights<float>(call_.phase().weights) : nullptr;
   }
@@ -260,8 +260,8 @@ class AttentionItem {
            (q.first_head + q.head(i)) * d_.head_dim;
   }
 
-  // Returns the address of a partial result (m, l and o, softmax.h). `row` and the KV head `head` count from
-  // the first of the work item. `group_head` selects one of the query heads that share the KV head.
+  // Returns the address of a partial result (m, l and o, softmax.h). `row` and the KV head `head` are
+  // counted from the item's first. `group_head` selects one of the query heads that share the KV head.
   MK_FN float* partial(int row, int head, int group_head, int block) const {
     const int64_t entry = partial_index(s_, item_, row, head) + block;
     return call_.at<float>(Buffer::PARTIALS) + (entry * d_.group_size() + group_head) * (d_.head_dim + 2);

@@ -1,8 +1,8 @@
-// Attention's arithmetic on the tensor cores: 16 query rows attend to a KV block. One warp does this. In
-// builds for one row, each consumer warp computes the scores of 16 tokens, exchanges probabilities with
-// the others, and computes 16 elements of the head. The order of additions does not change. Keys are
-// stored as [element][token] and values as [token][element], so ldmatrix.trans loads both as the B
-// matrix of mma.
+// Attention's arithmetic on the tensor cores: 16 query rows attend to a KV block. Normally one warp does
+// this. In builds for one row, the consumer warps divide the work. Each computes the scores of 16
+// tokens, exchanges probabilities with the others, and computes 16 elements of the head. Both ways add
+// in the same order. Keys are stored as [element][token] and values as [token][element], so
+// ldmatrix.trans loads both as the B matrix of mma.
 #pragma once
 #include "../tensor_core.h"
 #include "memory.h"
@@ -127,11 +127,11 @@ class AttentionTile {
     }
   }
 
-  // Computes the softmax of KV block number `block`: turns the scores into e^(score - m), rounded to bf16,
-  // where m is the row's maximum score in the block. A row sees the last `span` tokens up to its own; for
-  // other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before rounding: a lane
-  // adds its sums of 16 tokens each, in ascending order. Scores are first multiplied by `scale`, and limited
-  // by `cap` if it is not 0.
+  // Computes the softmax of KV block number `block`: turns the scores into e^(score - m), rounded to
+  // bf16. Here, m is the row's maximum score in the block. A row sees the last `span` tokens up to its
+  // own; for other tokens the result is 0. Also computes l, the row's sum of e^(score - m) before
+  // rounding: a lane adds within each 16 tokens, then adds these sums in ascending order. Scores are
+  // first multiplied by `scale`, and limited by `cap` if it is not 0.
   template <class P>
   __device__ void softmax(P& p, Scratch& shared, float scale, float cap, int block, int span) {
     if (kWide && cap != 0.0f) {
@@ -283,8 +283,8 @@ class AttentionTile {
   }
 
  private:
-  // kScores, kOutputs: how many fragments of eight tokens, and of eight elements of the head, this warp
-  // computes. kHalves: how many groups of eight rows can have a query row.
+  // kScores, kOutputs: how many groups of eight tokens, and of eight elements of the head, this warp
+  // computes. kHalves: how many of the tile's two groups of eight rows can contain query rows.
   static constexpr int kScores = kTogether ? 2 : kKvBlock / 8, kOutputs = kTogether ? 2 : kHeadPart / 8,
                        kHalves = kMostGroup > 8 ? 2 : 1;
   // Data that the warps exchange about a KV block: each warp's sums and its part of the probabilities.
@@ -297,8 +297,8 @@ class AttentionTile {
   static constexpr int kMostAt = kRowBytes - sizeof(Most);
   static_assert(!kTogether || (sizeof(Shared) <= kCopyBytes && kCopyBytes <= kMostAt));
 
-  // Returns the first token of a KV block that this warp computes, which is also its first element of
-  // the head. own_column() counts from the beginning of the tile with that token or element.
+  // Returns the number of this warp's first token in a KV block, which is also the number of its first
+  // element of the head. own_column() returns that token's or element's column in a 64-column tile.
   __device__ int first() const { return kTogether ? 16 * warp_ : 0; }
   __device__ int own_column() const { return first() % 64; }
 

@@ -18,8 +18,8 @@ struct Task {
   MK_FN bool end() const { return record[0] == 0; }  // no instruction: the stream has ended
 };
 
-// Returns the layer whose weights a phase uses in layer `layer`: `ahead` layers further on, but at most the
-// last.
+// If `phase` runs in layer `layer`, returns the layer whose weights the phase uses: phase.ahead layers
+// later, or the last layer if there are fewer.
 MK_FN int32_t weight_layer(const Phase& phase, const Sizes& d, int32_t layer) {
   return lower_of(layer + phase.ahead, d.layers - 1);
 }
@@ -46,10 +46,10 @@ struct ItemWork {
   KvBlocks blocks;
 };
 
-// Values that are looked up before the inputs are written, and kept in registers.
+// Values that a warp looks up before the instruction's inputs are written, and keeps in registers.
 struct Early {
   Operation operation;
-  bool normed;  // whether it normalises rows: a norm does, and so may a matmul on the CUDA cores (dots.h)
+  bool normed;  // whether the instruction normalises rows: a norm, or a matmul with a norm (dots.h)
   Result result;
   // Only in builds for one row:
   void* output;            // of a matmul: where its row of results begins
@@ -103,8 +103,8 @@ MK_FN int32_t shuffle(int32_t value, [[maybe_unused]] int lane) {
 #endif
 }
 
-// Returns a word whose bit i is set if found(i), for i below `count`, which is at most 32. The lanes of the
-// warp, which call it together, divide the bits among themselves.
+// Returns a word whose bit i says whether found(i) is true, for i below `count`, which is at most 32.
+// All lanes of the warp must call it together. They divide the bits among themselves.
 template <class F>
 MK_FN uint32_t ballot(int32_t count, const F& found) {
 #if defined(__CUDA_ARCH__)
@@ -136,13 +136,13 @@ MK_FN T reduce_lanes(T value, F combine) {
   return value;
 }
 
-// Exchanges values among the consumer warps: each warp contributes a value, and all warps receive the values
-// of all.
+// Exchanges values among the consumer warps: each warp contributes one value, and every warp receives
+// the values of all warps.
 template <class P>
 class Team {
  public:
-  // Waits until all consumer warps have finished their work for the previous instruction, unless `met`
-  // is set: then the caller knows that they have.
+  // Waits until all consumer warps have finished the previous instruction. With `met`, does not wait,
+  // because the caller knows that they have.
   MK_FN Team(P& p, const Call& call, bool met = false)
       : p_(p), gathered_(call.shared->gathered), warp_(call.warp) {
     if (!met) p_.consumer_sync();

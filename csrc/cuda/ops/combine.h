@@ -4,8 +4,8 @@
 
 namespace mk {
 
-// Adds up the weighted results of each row's experts, in order. Skips experts that other ranks have. The
-// sums are added to the residual, or stored as partial sums at the ranks that keep the row's residual.
+// Adds up the weighted results of each row's experts, in the order of the router's choices. Skips other
+// ranks' experts. Adds the sums to the residual, or stores them as partial sums on ranks that keep it.
 template <class P>
 MK_FN void combine(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

@@ -40,8 +40,8 @@ class Norm {
   }
 
   // For each i in [row, row + rows), normalises row source(i) of the inputs and multiplies it by the
-  // weights. The result becomes row i of the output on every rank that needs it, or row i - row of
-  // Scratch. If source(i) is kNone, zeros are stored; if it is kSkip, nothing is stored.
+  // weights. Stores the result as row i of the output on every rank that needs it or, in a matmul, as
+  // row i - row of Scratch::rows. If source(i) is kNone, stores zeros; if it is kSkip, stores nothing.
   static constexpr int kNone = -1, kSkip = -2;
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {

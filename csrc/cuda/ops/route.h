@@ -1,5 +1,5 @@
-// Chooses the experts of each row. All consumer warps compute the logits of a few rows, each warp those
-// of different experts. Then one warp for each of these rows chooses the best experts.
+// Chooses the experts of each row. The consumer warps compute the logits of a few rows at a time, each
+// warp for other experts. Then each of these rows gets one warp, which chooses the best experts.
 #pragma once
 #include "sample.h"
 #include "softmax.h"
@@ -12,8 +12,8 @@ static_assert(2 * kRouteRows * kMostExperts * sizeof(float) <= sizeof(Scratch::r
 
 MK_FN float sigmoid(float x) { return 1.0f / (1.0f + exp_fast(-x)); }
 
-// Stores a row's last `count` experts, which the router does not choose: numbers `first_expert`,
-// `first_expert` + 1 and so on, each with `weight`.
+// Stores a row's last `count` experts, which are fixed instead of chosen by the router. Their numbers
+// are `first_expert`, `first_expert` + 1 and so on, and each has the weight `weight`.
 template <class P>
 MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_expert, float weight) {
   const int64_t at = int64_t{row + 1} * call.dims->experts_per_token - count;
@@ -23,8 +23,8 @@ MK_FN void store_fixed(P& p, const Call& call, int row, int count, int first_exp
   }
 }
 
-// Chooses the experts of a row. `logits` has the row's logits and, kRouteRows * kMostExperts further on,
-// room for the weights. A logit of NaN counts as -infinity. The logits of chosen experts become NaN.
+// Chooses the experts of a row. `logits` is the row's logits, with room for weights kRouteRows *
+// kMostExperts floats later. A NaN logit counts as -infinity. The logit of a chosen expert becomes NaN.
 template <class P>
 MK_FN void choose_experts(P& p, const Call& call, int row, float* logits) {
   const Sizes& d = *call.dims;
@@ -68,7 +68,7 @@ MK_FN void choose_experts(P& p, const Call& call, int row, float* logits) {
       chosen[j] / (d.normalised_routes ? sum : whole) * d.route_scale;
 }
 
-// A lane adds its products of a row and an expert in ascending order, then a tree adds the sums of the lanes.
+// For each logit, a lane adds its products in ascending order, then a tree adds the sums of the lanes.
 template <class P>
 MK_FN void route(P& p, const Call& call, const Run& op) {
   const Sizes& d = *call.dims;

@@ -104,8 +104,8 @@ class Sampler {
     return out;
   }
 
-  // Returns the largest logit of the row, and sets log_sum to the log of the sum of e^logit. To hide latency,
-  // two batches of kLoads logits are always being loaded while a thread adds up the batch before.
+  // Returns the largest logit of the row, and sets log_sum to the log of the sum of e^logit. To hide
+  // latency, a thread adds up one batch of kLoads logits while the next two batches are being loaded.
   MK_FN Peak soft_peak(const float* z, float& log_sum) {
     constexpr int kGroup = 4;  // number of logits for which the running sum is rescaled once
     float top = minus_infinity(), sum = 0.0f;
@@ -209,9 +209,9 @@ class Sampler {
     return team_.reduce(sum, add);
   }
 
-  // Returns the first id, in ascending order, at which the sum of the weights of the kept tokens exceeds
-  // `wanted`. With `equals`, counts the kept tokens whose logit equals `bound` instead. In each round, each
-  // of the eight warps adds up an eighth of the remaining ids.
+  // Adds up the weights of the kept tokens in ascending order of id, and returns the id at which the sum
+  // exceeds `wanted`. With `equals`, counts the kept tokens whose logit equals `bound` instead. In each
+  // round, each of the eight warps adds up an eighth of the remaining ids.
   MK_FN int32_t locate(uint64_t wanted, bool equals, float bound) {
     int begin = 0, end = vocab_;
     while (end - begin > 1) {
@@ -237,10 +237,10 @@ class Sampler {
   // the smallest logit that is needed: all logits above `bound` are kept, and some of those equal to
   // `bound`. Returns how many of the equal ones are kept.
   //
-  // A bisection over order keys (integers in the same order as the logits) finds the bound. The logits with
-  // keys above `low` reach `wanted`, and those with keys above `high` do not. Each round brings `low` and
-  // `high` closer together; the search ends when high is low + 1. After kRoundsBeforeList rounds, the logits
-  // between them are copied to a list, and later rounds read only this list.
+  // A bisection over order keys (integers in the same order as the logits) finds the bound. The logits
+  // with keys above `low` reach a total of `wanted`, and the logits with keys above `high` do not. Each
+  // round brings `low` and `high` closer together, until they differ by 1. After kRoundsBeforeList
+  // rounds, the logits between them are copied to a list, and later rounds read only this list.
   MK_FN uint64_t shorten(uint64_t wanted, bool count, float& bound) {
     constexpr int kRoundsBeforeList = 4;
     uint32_t low = order_key(top_ - kWeightless) - 1, high = order_key(top_);

@@ -1,6 +1,6 @@
-// Softmax over KV blocks. Each block of 128 tokens is computed separately and yields three values: the
-// maximum score m, the sum l of e^(score - m), and the sum o of e^(score - m) * value. The blocks are merged
-// in ascending order, always by the operations below.
+// Softmax over KV blocks. Each block of 128 tokens is computed separately. It yields the maximum score
+// m, the sum l of e^(score - m), and the sum o of e^(score - m) * value. The blocks are merged in
+// ascending order, always with the operations of Softmax and Rescale.
 #pragma once
 #include "call.h"
 
