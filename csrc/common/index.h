@@ -7,9 +7,9 @@
 
 namespace mk {
 
-// Returns the index of row `row`, token 0 of a KV page, in the array K_CACHE [KV page][KV head][row][token].
-// K is stored transposed: row i has element i of the keys of all tokens in the page. If K is quantised, call
-// this with row 0 only. The result is then the first byte of the head's data in the page.
+// Returns the index, in the array K_CACHE [KV page][KV head][element][token], of element `row` of the
+// key of the page's first token. The keys of a page are stored transposed: element 0 of all tokens, then
+// element 1 and so on. For quantised K, `row` must be 0, and the result is the head's first byte.
 template <class D>
 MK_DIMS_FN inline int64_t k_index(const D& d, int64_t page, int64_t head, int64_t row) {
   return ((page * d.rank_kv_heads() + head) * d.kv_row() + row) * d.kv_page;
@@ -33,7 +33,7 @@ MK_DIMS_FN inline int64_t partial_index(const StepView& s, int32_t item, int64_t
   return s.item_partial[item] + (row * s.item_kv_heads[item] + head) * s.item_span[item];
 }
 
-// Returns how many tokens of KV block number `block` the causal mask lets the query at `position` see.
+// Returns how many tokens of KV block `block` the query at `position` sees under the causal mask.
 MK_DIMS_FN inline int32_t visible_tokens(const Dims& d, int32_t position, int32_t block) {
   const int32_t tokens = position + 1 - block * d.kv_block;
   return tokens < 0 ? 0 : tokens < d.kv_block ? tokens : d.kv_block;

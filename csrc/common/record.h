@@ -4,8 +4,8 @@
 
 namespace mk {
 
-// Shared code reads `row` and `rows` of any instruction that works on rows, whichever of these structs its
-// operands have, so both must come first. NVRTC 13.0 has no offsetof, so it skips this check.
+// Some code reads the operands `row` and `rows` without knowing whether they are in a Tile or in a Run,
+// so both structs must begin with them. NVRTC 13.0 has no offsetof, so it skips this check.
 #ifndef __CUDACC_RTC__
 static_assert(__builtin_offsetof(Tile, row) == 0 && __builtin_offsetof(Tile, rows) == 4);
 static_assert(__builtin_offsetof(Run, row) == 0 && __builtin_offsetof(Run, rows) == 4);

@@ -50,9 +50,9 @@ MK_API const char* mk_simd(const char* simd) {
   return guarded([&] { return mk::choose_kernels(simd, mk::Dtype::F32).name; }, nullptr);
 }
 
-// Creates an engine that runs all dims->tp ranks on `threads` threads. `cores` is the number of cores that
-// this process may use. If `null` is set, instructions compute nothing. A launch that makes no progress for
-// `deadlock_seconds` is aborted.
+// Creates an engine that runs all dims->tp ranks on `threads` threads. `cores` is the number of cores
+// that this process may use. If `null` is set, instructions compute nothing, to measure the time of
+// everything else. A launch that makes no progress for `deadlock_seconds` is aborted.
 MK_API mk_engine* mk_create(const mk::Dims* dims, int32_t threads, int32_t cores, const char* simd,
                             int32_t null, double deadlock_seconds) {
   return guarded(

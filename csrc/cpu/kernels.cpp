@@ -79,8 +79,7 @@ double multiply_integers(int64_t rounds, double* operations) {
   return total(all);
 }
 
-// The function of joins and drains. It does nothing, because the interpreter itself waits on counters,
-// signals them and claims records from queues.
+// Executes joins and drains, for which the interpreter itself does all that is needed.
 void nothing(const Call&, const int32_t*) {}
 
 template <class Operands, void (*kFunction)(const Call&, const Operands&)>
@@ -143,7 +142,8 @@ Op op(Operation operation) {
   return nullptr;
 }
 
-// Fills a table of kernels for activations of type T. Matmuls multiply weights of type M.
+// Returns this SIMD path's functions for activations of type T. M is Bf16Pairs if matmuls multiply
+// bfloat16 values in pairs, and T otherwise.
 template <class T, class M = T>
 Kernels table(const char* name = MK_STRING(MK_SIMD)) {
   Kernels k{};

@@ -59,9 +59,9 @@ void copy_scales(const char* block, int c, SuperScale& out) {
 
 void copy_scales(const char* block, int c, Exponent& out) { memcpy(&out.exponent[c], block, 1); }
 
-// ORs one bit field of the quantised `block`, shifted left by `shift`, into each of `values`. The fields
-// have kWidth bits, and begin at byte kOffset. The lowest bits of kRun bytes belong to kRun successive
-// values, and their next higher bits to the next kRun values.
+// Unpacks one bit field of each value of a quantised GGML block: shifts it left by `shift` and ORs it
+// into `values`. The fields have kWidth bits, and begin at byte kOffset of the block. The lowest bits of
+// kRun bytes belong to kRun successive values, and their next higher bits to the next kRun values.
 template <int kOffset, int kWidth, int kRun, size_t kCount>
 void add_fields(const char* block, int shift, uint8_t (&values)[kCount]) {
   if constexpr (kWidth > 0) {
@@ -73,7 +73,7 @@ void add_fields(const char* block, int shift, uint8_t (&values)[kCount]) {
   }
 }
 
-// Stores 32 successive values of a matrix row in column c of `out`, which covers 32 steps along K.
+// Packs 32 successive values of a weight row as column c of `out`, which has 16 such columns.
 template <int kBits>
 void store_values(const uint8_t* values, int c, Values<kBits>& out) {
   for (int j = 0; j < kUnit / 4; ++j) {

@@ -14,10 +14,10 @@ struct Part {
   const void* data;
 };
 
-// The weights of a matmul before packing: for each of `stacked` experts (1 without experts), `matrices`
-// matrices of shape [rows, k], such as gate and up. `parts` has their rows, expert by expert, and matrix by
-// matrix within an expert. Packing makes panels of kPanel rows. The panels of an expert's matrices alternate,
-// and the experts follow each other. A panel never has rows of two parts.
+// The weights of a matmul before packing. Each of `stacked` experts (1 without experts) has `matrices`
+// matrices of shape [rows, k], such as gate and up. `parts` has the rows of expert 0's first matrix,
+// then of its second, and so on, then those of expert 1. Packing makes panels of kPanel rows of one
+// part. Panels are in order of experts; an expert's panels alternate between its matrices.
 struct Matrix {
   int64_t stacked, matrices, rows, k, part_count;
   const Part* parts;

@@ -13,7 +13,7 @@
 namespace mk {
 namespace {
 
-// Maximum bytes of weights that a waiting core prefetches. What its L2 cache evicts stays in the L3 cache.
+// Maximum bytes of weights that a waiting core prefetches. The L3 cache keeps what the L2 cache evicts.
 constexpr int64_t kPrefetchLimit = 4 << 20;
 constexpr int64_t kPrefetchSlice = 4 << 10;  // bytes to prefetch before the waits are checked again
 
@@ -101,14 +101,14 @@ void Interpreter::run(int thread) {
     }
     if (ended && backoff.sleeps()) return;  // a sleeping thread would delay the end of the launch
     if (blocked != nullptr && fetch_weights(*blocked)) continue;
-    // The thread tries another thread's stream only after some pauses. By then, the other thread would have
-    // continued the stream if the system had not descheduled it.
+    // The thread tries another thread's stream only after some pauses. If that thread has not continued
+    // its stream by then, the operating system has probably descheduled it.
     if (backoff.patient() || visit(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
   }
 }
 
-// Reserves the stream for this thread. Returns whether that succeeded, which is never so after an abort.
+// Tries to reserve the stream for this thread. Returns whether it could; after an abort, it never can.
 bool Interpreter::hold(Cursor& c) {
   Hold free = Hold::kFree;
   return !aborted() && c.hold.load(std::memory_order_relaxed) == free &&
@@ -183,8 +183,8 @@ void Interpreter::fetch(Cursor& c, const int32_t* record, int32_t number) {
 }
 
 // Takes the next instruction from a queue that all workers of a rank share. The current instruction is a
-// drain: it makes workers execute the queue's first op.end instructions. Returns false if all of these have
-// been taken already.
+// drain: it makes workers execute the queue's first op.end instructions. Returns false if workers have
+// taken all op.end instructions already.
 bool Interpreter::claim(Cursor& c) {
   const Drain& op = operands<Drain>(c.record);
   const int queue = program_->queue(c.rank, op.queue);
@@ -211,8 +211,8 @@ bool Interpreter::met(int rank, int32_t block, int32_t counter) const {
   return static_cast<int32_t>(value - target) >= 0;
 }
 
-// Returns whether all waits of the current record are satisfied. The counters of a wait with the kIndexed bit
-// depend on the step: for attention, on the current work item.
+// Returns whether all waits of the current record are satisfied. If a wait has the kIndexed bit, its
+// counters depend on the step: on attention's current work item, or on which rows need logits.
 bool Interpreter::ready(Cursor& c) const {
   for (int i = 0; i < kWaits; ++i) {
     const int32_t word = c.record[kWaitWord + i];
@@ -233,9 +233,9 @@ bool Interpreter::ready(Cursor& c) const {
   return true;
 }
 
-// Returns whether the inputs of the current attention work item are complete. There is a counter for each
-// pair of a row block (group of rows) and a group of KV heads. All pairs that the work item reads must be
-// complete. `word`, a wait of the instruction, names the first counter.
+// Returns whether all q, k and v of this step that the current attention work item reads are stored.
+// Each pair of a row block (group of token rows) and a group of KV heads has a counter, which counts
+// stores. `word`, a wait of the instruction, names the first of these counters.
 bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   const Attention& op = operands<Attention>(c.record);
   const StepView& s = view(c);
@@ -251,10 +251,10 @@ bool Interpreter::item_ready(const Cursor& c, int32_t word) const {
   return true;
 }
 
-// Returns whether the inputs of the final norm are complete. The final norm reads only the rows that need
-// logits, which differ from step to step. There is a counter for each group of successive rows (row block).
-// The counters of all rows that this rank normalises must be complete. `word`, a wait of the instruction,
-// names the first counter.
+// Returns whether the final norm may run. It reads only the token rows that need logits, which differ
+// from step to step. Each row block (group of successive token rows) has a counter, which reaches its
+// total when the residual of the rows is final. `word`, a wait of the instruction, names the first of
+// these counters.
 bool Interpreter::rows_ready(const Cursor& c, int32_t word) const {
   const Run& op = operands<Run>(c.record);
   const Dims& d = program_->dims(c.rank);
@@ -318,8 +318,8 @@ bool Interpreter::step(Cursor& c, int thread) {
   return true;
 }
 
-// Runs one work item of attention. The last item to finish merges all results. Returns whether the output of
-// the rows is now final.
+// Runs one work item of attention. If several items divide the KV tokens of the same rows, the last one
+// to finish merges their results. Returns whether the rows' attention output is now final.
 bool Interpreter::run_item(const Call& call, const int32_t* record) {
   kernels_.op (*call.phase)(call, record);
   const int32_t split = call.step->item_split[call.item];

@@ -37,8 +37,8 @@ class Device {
   // Each layer has its own set ("block") of counters, and so has the epilogue.
   Counter& counter(int32_t block, int32_t index) { return counters_[block * width_ + index]; }
 
-  // Counts a task that has ended, and returns whether it sends its signals now. If several tasks share the
-  // same rows (a split), only the last of them to end sends signals.
+  // Counts a task that has ended, and returns whether it sends its signals now. If several tasks divide
+  // the KV tokens of the same rows (a split), only the last of them to end sends signals.
   bool completes(const Task& task) {
     if (task.split < 0) return true;
     int32_t& arrived = splits_[task.split];
@@ -55,8 +55,8 @@ class Device {
     write_back(now);
     return missing;
   }
-  // Starts to load `bytes` bytes for worker number `who`. All of them pass through the cache, and `missing`
-  // of them come from memory. Returns the number of transfers that have begun.
+  // Starts to load `bytes` bytes: all of them pass through the cache, and `missing` of them come from
+  // memory. `who` tells which worker's load it is. Returns the number of transfers that have begun.
   int load(double now, double bytes, double missing, int32_t who) {
     cached.add(now, bytes, who);
     if (missing <= 0) return 1;

@@ -1,8 +1,8 @@
-// A discrete-event simulation of a program. worker.h describes what the parts of a worker do.
+// A discrete-event simulation of a program. worker.h describes the roles in a worker, such as loaders.
 //
-// An event is the end of a transfer or the alarm of a worker. It only wakes workers. A worker that is awake
-// advances: each part of it that can go on takes a step, until none can. A part that waits for a certain time
-// sets the worker's alarm. A part that waits for other workers is woken by their signals.
+// An event is the end of a transfer or the alarm of a worker. It only wakes workers. A worker that is
+// awake advances: each of its roles that can go on takes a step, until none can. A role that waits for a
+// certain time sets the worker's alarm. A role that waits for other workers is woken by their signals.
 #include <algorithm>
 #include <new>
 #include <queue>
@@ -413,8 +413,8 @@ class Engine {
     }
   }
 
-  // Returns the number of the counter block (the counters of a layer) for which a task waits. The task
-  // adds to counters of this block or of the next one.
+  // Returns the number of the counter block (the counters of a layer) that has the counters of a task's
+  // waits. The task's signals add to counters of the same block or of the next one.
   int32_t block(const Run& run) const { return run.by_segment(0, run.layer, p_.layers); }
 
   // -- writing the trace

@@ -41,8 +41,8 @@ struct Task {
   double ask_s;         // time that the slower of the two loader warps needs to issue all loads
   double compute_s;
   double tail_s;  // compute time after the last bytes have arrived
-  // Fixed times: before the inputs arrive, from then until the consumers use the first page, and from the
-  // last page until the instruction ends. Each of these times includes small accesses to memory.
+  // Fixed times, which include small accesses to memory: before inputs arrive, from then until the
+  // computing warps use the first page, and from the last page until the instruction ends.
   double prepare_s, start_s, end_s;
   int32_t weight_key, read_key, write_key;  // indices of cache entries; -1: not cached
 

@@ -1,7 +1,7 @@
-// A simulated worker (an SM or a CPU thread). Each worker is a pipeline of the parts below; every part
-// processes the worker's tasks (an instruction, or a part of one) in order. Loaded data goes into the
-// worker's ring, a circular buffer in shared memory. Each load has two parts: the "head" begins before the
-// task's waits are satisfied, and the "body" afterwards.
+// A simulated worker (an SM or a CPU thread) is a pipeline of the roles below. Every role processes the
+// worker's tasks in order; a task is an instruction, or one work item of attention. Loaded data goes
+// into the worker's ring, a circular buffer in shared memory. The "head" of a task's load begins before
+// the task's waits are satisfied, the "body" afterwards.
 //   controller     sets up a task if fewer than `in_flight` tasks are between set-up and the end of their
 //                  store
 //   weight loader  loads the head: as many weights as the ring has room for, and inputs too if the waits are
@@ -24,8 +24,8 @@ namespace mk::simulate {
 constexpr int kDepth = 8;                        // length of the ring buffer `runs`: at least in_flight + 1
 enum Part { kHead, kBodyPart, kAhead, kParts };  // parts of a load
 
-// A task that a worker executes, and the times, in seconds, at which its parts begin and end. Times that
-// are still unknown are kNever.
+// A task that a worker executes, and when its load, computation and store begin and end, in seconds.
+// Times that are still unknown are kNever.
 struct Run {
   int32_t record = 0, layer = 0, segment = 0;
   const Task* task = nullptr;
@@ -43,8 +43,8 @@ struct Run {
   bool read_ahead = false;                // whether inputs were loaded early, together with the first weights
   bool began = false;
 
-  // Returns one of the arguments, depending on the part of the program to which the task belongs: the
-  // prologue, the body (the layers) or the epilogue.
+  // Returns the argument that is named after the task's segment of the program: prologue, body (the
+  // layers) or epilogue.
   int32_t by_segment(int32_t prologue, int32_t body, int32_t epilogue) const {
     return segment == kPrologue ? prologue : segment == kBody ? body : epilogue;
   }
@@ -72,7 +72,7 @@ struct Worker {
   double store_end = 0.0;  // when this rank's part of the store ends
 
   double alarm = kNever;  // when the worker's alarm rings
-  double due = kNever;    // the first time for which a part of the worker waits
+  double due = kNever;    // the first time for which a role of the worker waits
 
   // The worker's position in its instruction stream.
   int32_t record, segment = 0, layer = 0, task = 0, task_end = 0, current = -1;

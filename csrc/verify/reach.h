@@ -38,7 +38,7 @@ class Groups {
   std::vector<T> values_;
 };
 
-// Two events (rows of the graph). The program is correct only if `later` begins after `earlier` has ended.
+// Two events, as rows of the graph. A correct program begins `later` only after `earlier` has ended.
 struct Pair {
   int32_t earlier, later;
 };
@@ -103,9 +103,9 @@ class Reach {
     int32_t later, bit;
   };
 
-  // Drops the pairs whose later event can be reached in the graph. For pairs[i], the path must start at the
-  // node that stands for the earlier event; source(i) is this node's position in the topological order. Takes
-  // and returns indices of pairs, in ascending order.
+  // Takes indices i of `pairs`, in ascending order, and returns those whose order no path in the graph
+  // proves. A path must lead to the later event from the node at position source(i) of the topological
+  // order. That node is the earlier event, or a counter that it signals.
   template <class Source>
   std::vector<int64_t> sweep_all(const std::vector<Pair>& pairs, const std::vector<int64_t>& which,
                                  Source source) const {
@@ -145,12 +145,12 @@ class Reach {
     return out;
   }
 
-  // Answers all questions in one pass over the graph; a question asks whether a source event ends before a
-  // later row begins. Adds the indices of the questions with the answer "no" to `missed`. For each row and
-  // each source, the pass computes two bits. `ended`: the source has certainly ended when the row begins.
-  // `begun`: the row is the source itself, or follows it in the same stream. Events of a stream end in order.
-  // So when a row signals a counter, the sources whose `begun` bit is set have ended too, and become `ended`
-  // at the counter.
+  // Answers all questions in one pass over the graph's rows (nodes). A question asks whether a source
+  // event ends before a later row begins. Adds the indices of the questions with the answer "no" to
+  // `missed`. For each row and each source, the pass computes two bits. `ended`: the source has
+  // certainly ended when the row begins. `begun`: the row is the source itself, or follows it in the
+  // same stream. Events of a stream end in order. So when a row signals a counter, the sources whose
+  // `begun` bit is set have ended too, and become `ended` at the counter.
   void sweep(std::span<const int32_t> sources, std::span<const Question> questions,
              std::vector<int64_t>& missed) const {
     const int32_t start = sources.front();

@@ -20,9 +20,9 @@ struct Graph {
 
 enum class Kind : int32_t { read, write, host };  // host: the CPU reads the data after the launch
 
-// The phases (model operations) of a step in sequential order, and all accesses to buffers, sorted by phase.
-// An access covers a box, which is a range of rows and columns of a buffer on one rank. The buffer's copy on
-// that rank is called a place, and has the number buffer * ranks + rank.
+// The phases (model operations) of a step in sequential order, and all accesses to buffers, sorted by
+// phase. An access covers a range of rows and columns of a buffer's copy on one rank. Such a copy is
+// called a place, and has the number buffer * ranks + rank.
 struct Step {
   int32_t phases;
   int32_t buffers;
@@ -50,7 +50,7 @@ enum class What : int32_t {
 
   unordered,  // `later` must access the elements after `earlier`, but may begin before it ends
 
-  // The fault found: the prologue writes some elements and every layer reads them, but the read in one layer
+  // A fault about elements that the prologue writes and every layer reads: the read in one layer
   // (`later`) may begin before the same read in the layer before (`earlier`) has ended.
   not_onward,
 

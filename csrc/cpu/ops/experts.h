@@ -6,8 +6,8 @@
 
 namespace mk::MK_SIMD {
 
-// Stores the product of clipped gate and up that megakernel/isa/operations/experts.py defines. Gate and
-// up are in `t`, kPanel floats apart.
+// Clips gate and up, then stores their gated product (megakernel/isa/operations/experts.py). In `t`, the
+// results of up begin kPanel floats after those of gate.
 template <class T>
 inline void store_clipped(const Call& call, int r, int first, int n, float* t) {
   T* out = call.output<T>() + int64_t{r} * call.phase->width + first;

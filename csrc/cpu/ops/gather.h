@@ -34,9 +34,9 @@ inline void gather(const Call& call, const Run& op) {
   }
 }
 
-// Computes the RoPE table. For row r and each RoPE pair, the angle is the row's position times the pair's
-// inverse frequency. Its cosine and sine, both times the pair's factor, are stored side by side in output[r].
-// The phase's weights are the inverse frequencies, followed by the factors.
+// Computes the RoPE table. In row r, the angle of each pair of elements is the row's position times the
+// pair's inverse frequency. output[r] has every pair's cosine and sine side by side, times the pair's
+// factor. The phase's weights are the inverse frequencies, followed by the factors.
 inline void rope(const Call& call, const Run& op) {
   const Dims& d = *call.dims;
   const float* inv_freq = call.weights<float>();

@@ -34,8 +34,8 @@ inline void rotate(const float* t, const float* rope, const float* scales, int n
   }
 }
 
-// Applies an RMS norm to each head of q and k in the columns [first, first + n) of q, k and v. The range must
-// consist of whole heads. If `late_scales` is set, `rotate` multiplies by the norm's weights, after RoPE.
+// Applies an RMS norm to each head of q and k in columns [first, first + n) of q, k and v, which must be
+// whole heads. With dims.late_scales, `rotate` multiplies by the norm's weights, after RoPE.
 inline void norm_heads(const Call& call, int first, int n, float* t) {
   const Dims& d = *call.dims;
   const int rotated = lower_of(n, d.q_cols() + d.kv_cols() - first);

@@ -11,10 +11,9 @@ namespace mk::MK_SIMD {
 
 inline int padded_head(const Dims& d) { return (d.head_dim + kPanel - 1) / kPanel * kPanel; }
 
-// Reads a matrix one SIMD vector at a time, and prefetches data that is needed soon. `now` is the
-// address of the vector in the first row; rows are `stride` elements apart. right() and down() return
-// the strip that begins further right or further down. `next` is the address of the data to prefetch,
-// and `fetch` prefetches one row of it.
+// A strip is a column of a matrix, as wide as one SIMD vector. `now` is the address of its first row;
+// rows are `stride` elements apart. right() and down() return the strip that begins further right or
+// further down. `next` is the address of data that is needed soon; `fetch` prefetches one row of it.
 template <class T>
 struct Strip {
   const T *now, *next;
@@ -89,8 +88,8 @@ struct ValuePage {
   }
 };
 
-// The matrix B of `dense`, whose rows are read by strips of type S. `find` is virtual, so that `dense`
-// is compiled only once for each S. One call of `find` serves many rows.
+// The matrix B that `dense` (attention.h) multiplies. Its rows are read by strips of type S. `find` is
+// virtual, so that `dense` is compiled only once for each S. One call of `find` serves many rows.
 template <class S>
 struct Matrix {
   const int64_t stride;  // between rows, in elements
@@ -101,7 +100,7 @@ struct Matrix {
   virtual int find(int row, int column, int end, int count, S* strips) const = 0;
 };
 
-// The keys of a KV block (kv_block tokens), [element of the head][token].
+// The keys of a KV block (kv_block tokens) as a matrix [element of the head][token].
 template <class Kv, class S>
 struct Keys final : Matrix<S> {
   const Kv& kv;
@@ -115,7 +114,7 @@ struct Keys final : Matrix<S> {
 template <class Kv>
 Keys(const Kv& block) -> Keys<Kv, decltype(block.key(0))>;
 
-// The values of a KV block (kv_block tokens), [token][element of the head], from token `first` on.
+// The values (V) of a KV block, from its token `first` on, as a matrix [token][element of the head].
 template <class Kv, class S>
 struct TokenValues final : Matrix<S> {
   const Kv& kv;
@@ -230,8 +229,8 @@ struct Widened {
   NearStrip key(int token) const { return {scratch.keys + token}; }
   NearStrip value(int token) const { return {scratch.values + token * value_stride()}; }
 
-  // Copies the tokens, beginning with the page that has token `first`. Reads no key of token `tokens` or
-  // a later one, because other threads may be storing them.
+  // Copies keys and values, beginning with the page that has token `first`. Reads no key from token
+  // `tokens` on, because other threads may be storing it.
   template <class T>
   Widened(const Dims& dims, const CachedBlock<T>& from, const Scratch& to, int first, int tokens)
       : d(dims), scratch(to) {

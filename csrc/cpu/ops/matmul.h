@@ -1,5 +1,5 @@
-// The matmul operation. Each kind of result has one function that stores the results of `gemm`. Its argument
-// `t` contains the results for row r and columns [first, first + n).
+// The matmul operation. `gemm` passes its results to a function that stores them; each kind of result
+// has its own. The argument `t` has the results for row r and columns [first, first + n).
 #pragma once
 #include "../simd/gemm.h"
 #include "heads.h"
@@ -26,8 +26,8 @@ inline void store_partial(const Call& call, int r, int first, int n, float* t) {
            int64_t{d.reduce_row(d.rank, r)} * d.hidden + first, narrow(t, n, T{}), n);
 }
 
-// A gate's activation is gate * sigmoid(e). These functions return e: the gate itself for SiLU, and a
-// polynomial of the gate for GELU, approximated by tanh.
+// SiLU, and GELU as approximated by tanh, are both gate * sigmoid(e). These functions return e: for SiLU
+// the gate itself, for GELU a polynomial of the gate.
 inline F32 silu_exponent(F32 gate) { return gate; }
 inline F32 gelu_exponent(F32 gate) {
   return (gate * gate * gate * 0.044715f + gate) * 1.5957691216057308f;  // 2 sqrt(2 / pi)

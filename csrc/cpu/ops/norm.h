@@ -32,7 +32,7 @@ inline void add_norm(const Call& call, const Run& op) {
   }
 }
 
-// Normalises q of each row over all heads, and k too. Stores this rank's heads as `heads` does.
+// Normalises each row's q, all heads together, and its k too. Stores this rank's heads like `heads`.
 template <class T>
 inline void norm_qkv(const Call& call, const Run& op) {
   const Dims& d = *call.dims;

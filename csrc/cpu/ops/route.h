@@ -6,8 +6,8 @@ namespace mk::MK_SIMD {
 
 static_assert(kMostExperts <= kTilePanels * kPanel, "a row's logits must come in one piece");
 
-// The router of a mixture of experts, which megakernel/isa/operations/route.py defines. `t` has the
-// logits of row r: those of the experts and, if shared experts have a gate, one more.
+// Chooses row r's experts and their weights (megakernel/isa/operations/route.py). `t` has the row's
+// logits: one for each routed expert and, if shared experts have a gate, one more for the gate.
 inline void choose(const Call& call, int r, int, int, float* t) {
   const Dims& d = *call.dims;
   const int count = d.experts_per_token - d.shared_experts, n = d.routed_experts();

@@ -10,8 +10,8 @@
 
 namespace mk::MK_SIMD {
 
-// Loads results into accumulators: R rows, ldc floats apart. A row has P parts, `apart` floats apart,
-// and a part has V vectors. Without `resume`, the accumulators become zero instead.
+// Loads earlier results from `c` into the accumulators `acc`: R rows, ldc floats apart. Each row has P
+// groups of V vectors, `apart` floats apart. Without `resume`, sets the accumulators to zero instead.
 template <int R, int P, int V>
 MK_INLINE void load_block(F32 (&acc)[R][P][V], const float* c, int64_t ldc, int apart, bool resume) {
   MK_UNROLL for (int i = 0; i < R; ++i) {
@@ -31,10 +31,10 @@ MK_INLINE void store_block(const F32 (&acc)[R][P][V], float* c, int64_t ldc, int
   }
 }
 
-// How many distant panels are read at once for one row, and how many bytes ahead of each to prefetch.
-// Software prefetching hides DRAM latency at the ends of 4 KiB pages, where the hardware prefetcher stops.
-// Four streams saved a Zen 3 with AVX2 a quarter of the time of 4-bit weights, but a Zen 5 with AVX-512 reads
-// bf16 and 8-bit weights 4 to 7 % faster as two. Portable code is too slow to gain from more than one.
+// How many distant panels a matmul of few rows reads at once, and how many bytes ahead to prefetch.
+// Prefetching hides DRAM latency at the ends of 4 KiB pages, where the hardware prefetcher stops. Four
+// panels saved a Zen 3 with AVX2 a quarter of the time of 4-bit weights. A Zen 5 with AVX-512 reads bf16
+// and 8-bit weights 4 to 7 % faster with two. Portable code is too slow to gain from more than one.
 constexpr int kStreams = MK_LANES == 4 ? 1 : 32 / MK_LANES, kPrefetchBytes = 8192 / kStreams;
 
 // Whether weights of type W are multiplied by an instruction that processes two successive indices along K
@@ -56,8 +56,8 @@ constexpr bool kPlain = std::is_same_v<W, float> || std::is_same_v<W, Bf16> || k
 
 constexpr int kRuns = 4, kRunSteps = kUnit / kRuns;
 
-// Reads weights of type W from a panel, in order of k. Usage: call `open` with the first index of a unit. A
-// unit is read in kRuns runs of kRunSteps indices: for each run, call `turn_to`, then read the run's weights.
+// Reads weights of type W from a panel, in order of k. Call `open` with the first of kUnit indices along
+// K. For each of their kRuns runs of kRunSteps indices, call `turn_to`, then read the run's weights.
 template <class W>
 class Reader;
 
@@ -176,7 +176,7 @@ MK_INLINE U32 code_words(const Values<kBits>& values, uint32_t j, int at) {
   }
 }
 
-// Like code_words, but for a type that is packed as P. 4-bit floats become integers (doubled_floats).
+// Like code_words, for weights of packed type P: 4-bit floats are also made integers (doubled_floats).
 template <class P>
 MK_INLINE U32 codes(const Values<P::kValueBits>& values, uint32_t j, int at) {
   const U32 words = code_words(values, j, at);

@@ -52,8 +52,8 @@ constexpr int kDirectRows = kPlain<W> ? kMicroRows : 1;
 template <class W>
 constexpr int kWordSteps = kInPairs<W> ? 2 : 1;
 
-// Returns sum + x * w. If each word of x and w contains two steps, the products of the steps are added in
-// order.
+// Returns sum + x * w. If W is multiplied in pairs, each word of x and w has two values, at successive
+// indices along K. Their products are added in order.
 template <class W>
 MK_INLINE F32 add_products(F32 sum, F32 x, F32 w) {
 #if MK_LANES == 16
@@ -108,7 +108,7 @@ void micro(const float* a, int64_t chunk_stride, const Panel* panels, int apart,
 using Micro = void (*)(const float*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
 // Returns log2 of the fewest panels for which `micro` is compiled, given `rows` rows. With several rows,
-// a single panel, which is rare, is passed as two equal ones. This saves a quarter of the instances.
+// a single panel, which is rare, is passed twice. This saves a quarter of the instances.
 template <class W>
 constexpr int least_log2(int rows) {
   return rows > 1 && panel_log2<W>(rows) > 0 ? 1 : 0;
@@ -136,9 +136,9 @@ inline bool same_type(const Panel* panels, int count) {
   return true;
 }
 
-// The input rows A and the output C of a matmul. `block_rows` rows are computed at a time, with panels that
-// are `apart` panels apart. `x` has the rows of A, cut into pieces of kChunk indices along K. The rows of the
-// results `c` are `ldc` floats apart.
+// The input rows A and the output C of a matmul. `block_rows` rows are computed at a time, with panels
+// that are `apart` entries apart in the list of panels. `x` has the rows of A, cut into pieces of kChunk
+// indices along K. The rows of the results `c` are `ldc` floats apart.
 struct RowBlocks {
   const float* x;
   int64_t chunk_stride;
@@ -158,9 +158,9 @@ struct RowBlocks {
   }
 };
 
-// Computes c = x W^T for 1 << log2 panels (groups of columns) of one weight type, over [begin, begin + steps)
-// along K. With `resume`, adds to c instead. For one row, weights that are not plain are converted to
-// float32 in registers. For more rows, they are converted once and stored in the buffer `wide`.
+// Computes c = x W^T for 1 << log2 panels (groups of columns) of one weight type, over [begin, begin +
+// steps) along K. With `resume`, adds to c instead. For one row, quantised and float16 weights are
+// converted in registers. For more rows, they are converted once, to float32 in the buffer `wide`.
 template <class W>
 void multiply(const RowBlocks& rows, const Panel* panels, int log2, int begin, int steps, float* wide,
               bool resume) {

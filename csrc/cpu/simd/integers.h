@@ -14,8 +14,8 @@
 
 namespace mk::MK_SIMD {
 
-// 32 successive activations of a row (a unit), rounded to integers that share a scale. Integer s is byte
-// s of `words`. In the two words at `places`, 128 times its byte of `high` is added.
+// 32 successive activations of a row (a unit), rounded to integers with one scale. Integer s is byte s
+// of `words`. In the two words that `places` lists, 128 times the byte in `high` is added to it.
 struct Rounded {
   uint32_t words[kUnit / 4];
   uint32_t high[kWideWords];
@@ -41,9 +41,9 @@ static_assert(kRowUnits * sizeof(Rounded) <= kRoundedBytes);
 // For vector i of a unit (32 activations), returns which word of four activations each lane belongs to.
 MK_INLINE I32 word_numbers(int i) { return (lane_index() + i * kLanes) / 4; }
 
-// Chooses a unit's wide words (kWideWords), those with the largest magnitudes. The scale is the smallest
-// with which the other words fit 8 bits. Until the sum is known, `sum` holds the inverse of the scale. If a
-// value is not finite, the scale is NaN. If all magnitudes are below 2^-100, the scale is zero.
+// Chooses the kWideWords words of a unit (32 activations) that have the largest magnitudes. The scale is
+// the smallest with which the other words fit 8 bits; until the sum is known, `sum` holds its inverse.
+// If a value is not finite, the scale is NaN. If all magnitudes are below 2^-100, the scale is zero.
 MK_INLINE void choose_words(const float* x, Rounded* out) {
   constexpr int kVectors = kUnit / kLanes;
   // The lowest four bits of each magnitude become 15 - (number of the word). The highest magnitude then says
@@ -195,8 +195,8 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
     for (const Rounded* x = a; done < end; done += kUnit, ++x) {
       const auto row = [&](int i) -> const Rounded& { return x[i * kRowUnits]; };
       constexpr int kWords = kUnit / 4 / K::kGroups;
-      // The words of unpacked panels alternate, so that a word of activations is loaded once for all panels.
-      // Packed panels follow one another, because that keeps fewer values in registers.
+      // Unpacked panels are multiplied together, word by word, so that a word of activations is loaded
+      // once for all. Packed panels are multiplied in turn, which keeps fewer values in registers.
       constexpr int kTogether = Unit::kUnpacked ? P : 1;
       MK_UNROLL for (int first = 0; first < P; first += kTogether) {
         Unit units[kTogether];
@@ -247,8 +247,8 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
 
 using MultiplyUnits = void (*)(const Rounded*, int64_t, const Panel*, int, int, int, float*, int64_t, bool);
 
-// The fewest rows of a block. More than kDirectIntegerRows rows are divided evenly into as few blocks as
-// possible.
+// The fewest rows of a block, the rows that one multiply_units call computes. More than
+// kDirectIntegerRows rows are divided evenly into as few blocks as possible.
 constexpr int kLeastRows = kIntegerRows / 2;
 
 // Returns a table whose element n is multiply_units for kLeastRows + n rows and kIntegerPanels panels of
@@ -262,8 +262,8 @@ template <class K>
 constexpr auto kMultiplyUnits =
     multiply_units_of<K>(std::make_integer_sequence<int, kIntegerRows - kLeastRows + 1>{});
 
-// For at most kDirectIntegerRows rows, weights are unpacked in registers, for kDirectBlock rows at a time.
-// This saves storing and loading them. For more rows, unpacking them again for each block takes longer.
+// For at most kDirectIntegerRows rows, weights are unpacked in registers, for kDirectBlock rows at a
+// time. This saves storing and loading them. For more rows, unpacking for each block takes longer.
 constexpr int kDirectBlock = MK_LANES == 16 ? 4 : 2, kDirectIntegerRows = MK_LANES == 16 ? 8 : 2;
 
 // Computes c = x W^T for `rows` rows that have been rounded to integers and `count` panels of weights,

@@ -32,11 +32,11 @@ struct Panel {
 // Returns the number of panels that contain any of the columns [col, col + cols).
 constexpr int panel_count(int col, int cols) { return (col + cols + kPanel - 1) / kPanel - col / kPanel; }
 
-// 16 columns of packed integers, for 32 steps (indices) along K. Kernels expand them to bytes: 32-bit word
-// [j][c] then has the bytes of steps 4j to 4j + 3 of column c. In memory, each byte's bits are split. Word
-// [j][c] of `low` has the lowest four bits of all bytes of the expanded words [2j][c] and [2j + 1][c]. `high`
-// has the other bits. If `high` has n rows, its word [j][c] has those of the expanded words [j][c], [j +
-// n][c], [j + 2n][c] and so on.
+// 16 columns of packed integers, for 32 steps (indices) along K. Kernels unpack them to one byte each:
+// 32-bit word [j][c] then has steps 4j to 4j + 3 of column c. In memory, each byte's lowest four bits
+// and its other bits are apart. Word [j][c] of `low` has the low bits of unpacked words [2j][c] and
+// [2j + 1][c]. If `high` has n rows, its word [j][c] has the other bits of unpacked words [j][c],
+// [j + n][c], [j + 2n][c] and so on.
 template <int kBits>
 struct Values {
   uint32_t low[4][kPanel];

@@ -279,8 +279,8 @@ MK_INLINE void store_low_bytes(const I32 (&v)[32 / kLanes], uint32_t (&out)[8]) 
 #endif
 }
 
-// Turns bytes with 4-bit floats (a sign, two bits of exponent, one of mantissa) into twice their values,
-// plus 16.
+// Each byte of v has a 4-bit float: a sign, two bits of exponent, one of mantissa. Returns, in its
+// place, twice the float's value plus 16, a positive integer.
 MK_INLINE U32 doubled_floats(U32 v) {
 #if defined(__AVX2__)
   const __m128i table = _mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4);
@@ -298,8 +298,8 @@ MK_INLINE U32 doubled_floats(U32 v) {
 #endif
 }
 
-// How many words (4 successive activations) of a unit have 15 bits per activation instead of 8. They are
-// those with the largest values, because these cause most of the error of rounding.
+// How many of a unit's 8 words (of 4 successive activations) have 15 bits per activation instead of 8.
+// They are the words with the largest values, which cause most of the error of rounding.
 constexpr int kWideWords = 2;
 constexpr int kHighShift = 7;
 
@@ -309,16 +309,16 @@ constexpr int kHighShift = 7;
 // + low.
 template <int kBits>
 class ByteSums {
-  // With AVX2, the multiply instruction adds two products in each 16-bit lane. A lane can hold the sum over
-  // kFit calls without overflow.
+  // With AVX2, the multiply instruction adds two products in each 16-bit lane. A lane can hold the sum
+  // of kFit such results without overflow.
   static constexpr int kFit = kBits == 8 ? 1 : 32767 / (2 * ((1 << kBits) - 1) * 127);
 
  public:
   // Adds the products of the four weights in each lane with the four activations in `word`. j numbers the
   // calls for one object: 0, 1, 2 and so on.
   MK_INLINE void add(int j, U32 weights, uint32_t word) { add(j, weights, word, kFit, 1); }
-  // Like `add`, but for the high bytes of a unit's kWideWords wide words. All of these calls come before
-  // the first `add`, because the last of them shifts the sum.
+  // Like `add`, but for the high bytes of the kWideWords words with 15 bits per activation. All calls of
+  // add_high come before the first `add`, because the last one shifts the sum.
   MK_INLINE void add_high(int j, U32 weights, uint32_t word) {
     add(j, weights, word, kFit < kWideWords ? kFit : kWideWords, 1 << kHighShift);
 #if !defined(__AVX2__) || MK_LANES != 8
