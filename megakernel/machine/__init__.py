@@ -1,4 +1,4 @@
-"""Describes hardware. A `Machine` is one device, as the compiler needs it; `Hardware` is all that is known."""
+"""Describes hardware. A `Machine` is one device as the compiler sees it; `Hardware` is a whole machine file."""
 
 from .device import CPU, MACHINES, Machine, host, host_hardware, load
 from .files import HOST, hardware

@@ -30,7 +30,7 @@ class Machine:
     switch_bytes_per_s: float  # rate of the node's switches, for all devices together
     tiles: Tiles
     costs: Costs
-    paths: dict[str, Path] | None = None  # times of parts of the machine code; None if unknown, or in the rates above
+    paths: dict[str, Path] | None = None  # times of parts of the machine code; None: unknown, or included in rates
     core: Core | None = None  # measured rates of a CPU core; None if there are none
 
     def with_tiles(self, **sizes: int) -> Machine:
@@ -38,8 +38,8 @@ class Machine:
         return replace(self, tiles=structs.replace(self.tiles, **sizes))
 
     def with_workers(self, workers: int) -> Machine:
-        """Return the device with `workers` of its workers. Each worker keeps its rates, so few workers may not be able
-        to load as fast as the memory can deliver."""
+        """Return the device restricted to `workers` workers. Rates per worker stay the same. So a few workers may read
+        more slowly than the memory can deliver."""
         if workers == self.workers:
             return self
         share = workers / self.workers
@@ -81,7 +81,7 @@ MACHINES: dict[str, Machine] = {h.name: _machine(h) for h in map(hardware, names
 
 
 def host(workers: int | None = None) -> Machine:
-    """Return this machine's CPU with `workers` cores, with estimated rates, which only guide where work is placed."""
+    """Return this machine's CPU with `workers` cores. Its rates are estimates, enough to distribute work."""
     return _machine(hardware(HOST, workers))
 
 

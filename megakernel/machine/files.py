@@ -30,9 +30,9 @@ def names() -> tuple[str, ...]:
 
 
 def hardware(name: str, cores: int | None = None) -> Hardware:
-    """Return the description of the machine `name`. A name is a known machine (`h100`), a known machine with this many
-    GPUs in its node (`h100x4`), the path of a TOML file, or `host`. `host` is this computer with `cores` or all of its
-    cores.
+    """Return the description of the machine `name`. A name is a known machine (`h100`), a known machine with another
+    number of GPUs in its node (`h100x4`), the path of a TOML file, or `host`. `host` is this computer. It has `cores`
+    cores, by default all.
 
     The files in `known/` show the format of a TOML file. A file that extends another machine has the line `base =
     NAME`, and only the values that differ; a list replaces the base's whole list. All figures must be positive. Raises
@@ -57,8 +57,8 @@ def hardware(name: str, cores: int | None = None) -> Hardware:
 
 
 def _merged(path: Path, above: tuple[Path, ...]) -> Table:
-    """Return the contents of a machine file, completed by those of its base, the base's base, and so on. `above` lists
-    the files that extend this file, directly or through other files."""
+    """Return the contents of a machine file. Values that it lacks come from its base, then from the base's base, and so
+    on. `above` lists the files that extend this file, directly or through other files."""
     try:
         with file_errors(f"read machine file {path}"):
             table = tomllib.loads(regular(path).read_text())
@@ -81,7 +81,7 @@ def _merged(path: Path, above: tuple[Path, ...]) -> Table:
 
 
 def _check_rates(table: Table, path: Path) -> None:
-    """Raise MegakernelError if a file based on `host` lacks a rate, because the base has only an assumed one."""
+    """Raise MegakernelError if a file based on `host` lacks a rate: it must not inherit a rate that is only assumed."""
     for section, key in (("chip", "hbm_bytes_per_s"), ("flops_per_s", "bf16"), ("flops_per_s", "fp32")):
         given = table.get(section)
         if not (isinstance(given, dict) and key in given):

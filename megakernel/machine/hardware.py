@@ -60,7 +60,7 @@ OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
 
 
 class Rates(_Section, frozen=True):
-    """FLOP/s by operand type; bf16, fp8 (or int8) and fp4 are rates of the matrix unit. None: not supported."""
+    """FLOP/s of the matrix unit by operand type; None: not supported. Without fp8, `fp8` may be the int8 rate."""
 
     bf16: Number
     fp32: Number  # FLOP/s of float32 multiply-adds outside the matrix unit
@@ -102,7 +102,7 @@ class Costs(_Section, frozen=True):
     stream_launch_s: Number  # time to launch an empty kernel
     signal_s: Number  # time from an instruction's signal until an SM that waits for it continues, under memory load
     dispatch_s: Number  # time to fetch and decode one instruction
-    node_hop_s: Number  # time of a message between GPUs of a node, and of waiting because GPUs are not in step
+    node_hop_s: Number  # time of a message between GPUs of a node, and of waiting for GPUs that are late
     scale_out_hop_s: Number  # time of a message between nodes
 
 
@@ -117,9 +117,9 @@ class Path(NamedTuple):
 class Core(_Section, frozen=True):
     """Measured rates of one CPU core that runs this package's interpreter in bfloat16 while all other cores are idle.
 
-    Arithmetic rates depend on the number of rows of a matmul tile, or on the number of (row, head) pairs of a piece of
-    attention work. They were measured for some numbers; rates between two of these are interpolated linearly in
-    log(rows).
+    Arithmetic rates depend on the number of rows of a matmul tile, or on the number of (row, head) pairs of an
+    attention item. They were measured for the numbers in `matmul_rows` and `attention_rows`. Between two such numbers,
+    rates are interpolated linearly in log(rows).
     """
 
     memory_bytes_per_s: Number
@@ -198,7 +198,7 @@ class Hardware(_Section, frozen=True):
     paths: dict[str, Cycles] | None = None  # figures of parts of the machine code; known/_gpu.toml explains them
     core: Core | None = None  # the measured rates of a CPU core, if there are any
     curves: tuple[Curve, ...] = field(name="curve", default=())
-    source: dict[str, list[str]] = field(default_factory=dict)  # where figures are from: the figures of each source
+    source: dict[str, list[str]] = field(default_factory=dict)  # for each source, the names of the values from it
 
     @property
     def clock_hz(self) -> float:

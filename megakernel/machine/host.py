@@ -31,8 +31,8 @@ def processor() -> str:
 
 
 def table(cores: int) -> dict[str, Any]:
-    """Describe this machine, with `cores` cores, in the form of a machine file. A core counts as an SM with one vector
-    unit. The rates are rough assumptions. They are good enough because the compiler only uses them to place work."""
+    """Return the values of a machine file for this machine with `cores` cores. A core counts as an SM with one vector
+    unit. The rates are rough assumptions, which are good enough to distribute work among cores."""
     return {
         "chip": {
             "generation": processor(),

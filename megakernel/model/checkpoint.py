@@ -41,8 +41,8 @@ def vector(values: NDArray[np.float32]) -> WeightRows:
 
 @dataclass(frozen=True)
 class Storage:
-    """The types in which a weight buffer is stored: for each layer, the runs of successive rows that have one type. A
-    buffer without layers counts as one layer."""
+    """The types in which a weight buffer is stored. For each layer, `layers` lists successive ranges of rows with one
+    type each. A buffer without layers counts as one layer."""
 
     layers: tuple[tuple[StoredRows, ...], ...]
 
@@ -90,7 +90,7 @@ def cut(whole: Sequence[WeightRows], buffer: Buffer, split: Split) -> list[Weigh
 
 
 def cut_columns(part: WeightRows, buffer: Buffer, split: Split) -> WeightRows:
-    """Return, as a view, those columns of the rows `part` that rank `split.rank` has."""
+    """Return a view of the weights in `part`, with only the columns that rank `split.rank` has."""
     return WeightRows(part.dtype, part.data[:, column_bytes(part.dtype, buffer, split)])
 
 
@@ -121,8 +121,8 @@ def rows_of(checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split) ->
 def array_of(
     checkpoint: Checkpoint, buffer: Buffer, layer: int, split: Split, dtype: Dtype | None = None
 ) -> NDArray[np.generic]:
-    """Return the weights of a rank as a new array [rows, columns] of the float type `dtype`. By default, this is the
-    type that the buffer is declared with."""
+    """Return the weights of a buffer that rank `split.rank` has, as a new array [rows, columns] of the float type
+    `dtype`. The default is the type with which the buffer is declared."""
     rows = rows_of(checkpoint, buffer, layer, split)
     shape = sum(len(part.data) for part in rows), column_share(buffer, split).size
     return floats(rows, shape, BUFFERS[buffer].resolve_dtype(split.model) if dtype is None else dtype)

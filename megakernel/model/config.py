@@ -127,8 +127,8 @@ class ModelConfig(Shape):
         return buffer if has.get(buffer, self.mlp_bias) else None
 
     def full_places(self) -> dict[str, int]:
-        """Return the fields of ModelSizes that say which layers have no sliding window. These fields can express only
-        some layers at the start and then every n-th layer. `check_config` refuses any other `full_layers`."""
+        """Return the fields of ModelSizes that say which layers have no sliding window. The fields can only express
+        that some first layers, and then every n-th layer, have none. `check_config` refuses other `full_layers`."""
         full = set(self.full_layers)
         first = next(layer for layer in itertools.count() if layer not in full)
         rest = sorted(layer for layer in full if layer > first)
@@ -184,12 +184,12 @@ class Keys:
 
     def fields(self, table: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
         """Return the values of several fields. `table` has each field's key and default. The default is the value if
-        the key is absent, and it determines the type. If it is None, the field is a count that must not be absent."""
+        the key is absent, and it determines the type. If the default is None, the key must have a count."""
         read: dict[type, Callable[[str, Any], Any]] = {bool: self.flag, float: self.number}
         return {name: read.get(type(default), self.count)(key, default) for name, (key, default) in table.items()}
 
     def sampling(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the file's sampling parameters. `names` maps each possible key to a name of SamplingParams."""
+        """Return the file's sampling parameters. `names` maps each possible key to a field of SamplingParams."""
         given = {key: name for key, name in names.items() if self.get(key) is not None}
         whole = ("top_k", "max_tokens")
         return {name: self.count(key) if name in whole else self.number(key) for key, name in given.items()}
@@ -204,7 +204,7 @@ class Keys:
             )
 
     def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
-        """Return the value of `key`, or `default` if it is null or absent. Errors call the allowed values `what`."""
+        """Return the value of `key`, or `default` if it is null or absent. Errors describe allowed values by `what`."""
         value = self.get(key)
         try:
             return msgspec.convert(default if value is None else value, kind)

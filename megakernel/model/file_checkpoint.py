@@ -29,7 +29,7 @@ from .rope import rope_table
 class Tensor:
     """A tensor of a file. Its last axis is a row; its other axes count rows.
 
-    `dtype`  the type of the elements or blocks that `rows` returns; None for bytes without a meaning of their own
+    `dtype`  the type of the elements or blocks that `rows` returns; None for bytes that must first be decoded
     `rows`   returns rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column
     """
 
@@ -66,7 +66,7 @@ class Naming:
         return parts
 
     def names(self, buffer: Buffer, layer: int) -> list[str]:
-        """The tensors with the rows of a buffer, in order. NAME[i] is one of the pieces into which an MLP is cut."""
+        """Return the names of the tensors that form a buffer, in order. `_with_pieces` explains the names NAME[i]."""
         config, parts = self.config, self._parts(buffer)
         if not (config.experts and weight(buffer).per_expert):
             # Dense layers have no router. So the router of the first layer with experts is read, but not used.
@@ -78,8 +78,8 @@ class Naming:
         return names + [f"{name}[{piece}]" for piece in range(count) for name in wide]
 
     def wide(self, buffer: Buffer, layer: int) -> tuple[list[str], int, int]:
-        """Return the tensors of the MLP that all tokens of a layer use, its width, and the number of its pieces. Each
-        piece counts as an expert. A layer without such an MLP has no names and no pieces."""
+        """Return the tensor names of the MLP that all tokens of a layer use, its width, and the number of its pieces.
+        Each piece counts as an expert. Without such an MLP, there are no names and no pieces."""
         config, family = self.config, FAMILIES[self.config.family]
         width, count, table = config.shared_ffn, config.shared_experts, family.shared
         if layer < config.dense_layers:
@@ -166,7 +166,7 @@ class FileCheckpoint:
         return out
 
     def places(self) -> list[tuple[Buffer, int]]:
-        """Return the buffers and layers that the file has. Raises MegakernelError if one is there only in part."""
+        """Return the buffers and layers that the file has. Raises MegakernelError if one lacks some of its tensors."""
         found = []
         for buffer, layer in _expected(self.config):
             names = self._naming.names(buffer, layer)
@@ -215,7 +215,7 @@ class FileCheckpoint:
 
 def _interleave(rows: NDArray[Any], config: ModelConfig, *, back: bool = False) -> NDArray[Any]:
     """Reorder rows of q or k so that the two rows of each RoPE pair are adjacent. `back` restores Hugging Face's order:
-    there, a pair's rows are half of the rotated part of a head apart. Rows that RoPE does not rotate stay in place."""
+    if RoPE rotates the first R rows of a head, rows i and i + R / 2 form a pair. All other rows stay where they are."""
     rotated = config.rope.dims or config.head_dim
     order = np.arange(config.head_dim)
     order[:rotated] = order[:rotated].reshape((-1, 2) if back else (2, -1)).T.ravel()
@@ -304,8 +304,8 @@ def _type(tensor: Tensor) -> Dtype:
 
 
 def _with_pieces(tensors: Tensors, naming: Naming) -> Tensors:
-    """Cut MLPs that all tokens use into pieces as wide as an expert. Zeros fill up the last piece. The tensor NAME
-    becomes NAME[0], NAME[1] and so on."""
+    """Divide MLPs that all tokens use into pieces as wide as an expert, so that they run as experts. Zeros fill up the
+    last piece. The tensor NAME becomes NAME[0], NAME[1] and so on."""
     config, out = naming.config, dict(tensors)
 
     def cut(name: str, width: int, first: int, down: bool, start: int, end: int) -> NDArray[np.generic]:

@@ -47,13 +47,13 @@ _FILES = {
 
 
 def small(folder: Path, name: str) -> Path | None:
-    """Return the path of a file of the folder, whose name must be one of `SMALL`, or None if it does not exist."""
+    """Return the path of the file `name`, one of `SMALL`, in the folder, or None if it does not exist."""
     path = folder / SMALL[SMALL.index(name)]
     return path if path.exists() else None
 
 
 def shards(index: Path) -> dict[str, str]:
-    """Return, for each tensor, the name of the file in the folder of `index` that has it. Raises MegakernelError."""
+    """Return, for each tensor, the name of the file that has it. Raises MegakernelError if the `index` is invalid."""
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
         raise MegakernelError(f"{index} must have a weight_map, which names the file of each tensor")
@@ -76,7 +76,7 @@ def has_weights(folder: Path) -> bool:
 
 def model_file(path: Path, *, weights: bool) -> Path:
     """Find a model's weights: `path` itself, if it is a Hugging Face folder or a GGUF file, or the only GGUF model in
-    the folder `path`. If `weights` is false, a folder needs only a config.json. Raises MegakernelError."""
+    the folder `path`. If `weights` is false, config.json alone is enough. Raises MegakernelError if none is found."""
     with file_errors(f"read {path}"):
         if not path.is_dir():
             return _gguf(path)

@@ -90,7 +90,7 @@ class _Cursor:
         return self.bytes(size).decode("utf-8")
 
     def count(self, number: int) -> int:
-        """Return `number`, a count of elements. Raises MegakernelError if the sum of counts exceeds the limit."""
+        """Return `number`, a count of elements to read. Raises MegakernelError if the counts' sum exceeds the limit."""
         self._elements += number
         if self._elements > MOST_METADATA_ELEMENTS:
             most = MOST_METADATA_ELEMENTS
@@ -199,7 +199,7 @@ class GgufFile:
 
 
 def _tensor_entry(path: Path, name: str, cursor: _Cursor) -> tuple[tuple[int, ...], GGMLQuantizationType, int, int]:
-    """Read the rest of the entry of a tensor. Return its shape, in which the slowest axis comes first, its type, and
+    """Read what follows a tensor's name in the header. Return the tensor's shape (slowest axis first), its type, and
     its offset and size in bytes."""
     if not 1 <= (axes := cursor.u32()) <= 4:
         raise damaged(path, f"tensor {name} has {axes} axes")
@@ -270,7 +270,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     keys = Keys(metadata | {key: each[0] for key, each in lists.items() if len(set(each)) == 1}, source, prefix)
     count = keys.count
     rope = _rope(file, keys)
-    # The files do not say whether YaRN rounds the numbers of RoPE pairs.
+    # The files do not say whether YaRN rounds the numbers of RoPE pairs, so the family decides it.
     rope = replace(rope, truncate=family.defaults.get("rope_scaling", {}).get("truncate", True))
     longest = rope.longest(count("context_length"))
     hidden, heads = count("embedding_length"), count("attention.head_count")
@@ -329,7 +329,7 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
         )
     keys.only("rope.scaling.yarn_ext_factor", 1)
     full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0)) if kind == "yarn" else 1.0
-    # A file may repeat YaRN's factor, because its config.json does. Other software ignores it and computes its own.
+    # A file may repeat YaRN's factor from the model's config.json. Other software ignores it, and computes the factor.
     if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
         keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
     attention = keys.number("rope.scaling.attn_factor", 1.0)

@@ -68,9 +68,9 @@ def ggml_tokenizer(
     ("gpt2"), which first splits a text by the rule that `tokenizer.ggml.pre` names. Return None if the file has no
     tokenizer.
 
-    `special` maps names of special tokens to texts, which replace those in the metadata. `options` has, for texts of
-    added tokens, options of `AddedToken`. `more` is passed to `Tokenizer`. Raises UnknownTokenizer for another kind or
-    another rule, and MegakernelError for damaged data.
+    `special` maps names of special tokens to texts, which replace texts in the metadata. `options` maps texts of added
+    tokens to options of `AddedToken`. `more` is passed to `Tokenizer`. Raises UnknownTokenizer for an unknown kind of
+    tokenizer or an unknown rule, and MegakernelError for damaged data.
     """
     keys = Keys(dict(metadata), source, "tokenizer.ggml.")
     model, pre = keys.get("model"), keys.get("pre") or "default"
@@ -147,8 +147,7 @@ def _tokens(keys: Keys) -> tuple[list[str], list[int]]:
 
 
 def _merging(keys: Keys, tokens: list[str], pre: Any) -> Backend:
-    """Return a BPE tokenizer that applies merges in the order of the metadata. `pre` is the rule that splits a text
-    first."""
+    """Return a BPE tokenizer that splits a text by the rule `pre`, and applies merges in the metadata's order."""
     if not isinstance(pre, str) or pre not in SPLITS:
         raise UnknownTokenizer(f"{keys.source}: the pre-tokeniser {short(pre)} is not supported")
     if not _list_of(merges := keys.get("merges"), str):

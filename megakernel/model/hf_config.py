@@ -51,7 +51,7 @@ _OF_IMAGES = {
     "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "text_config", "vision_config",
     "vision_feature_layer",
 }  # fmt: skip
-# RoPE over the rows and columns of images. For text, all sections have the same positions, so they change nothing.
+# Keys of RoPE by time, row and column of images. For text, the three positions are equal, so the keys change nothing.
 _IMAGE_ROPE = {"mrope_interleaved", "mrope_section"}
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -197,7 +197,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 
 
 def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """If layers with sliding windows have their own RoPE settings, return `raw` with those of all other layers."""
+    """If layers with windows have separate RoPE settings, return `raw` with only the settings of other layers."""
     table = raw.get("rope_parameters")
     if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
         return raw | {"rope_parameters": table["full_attention"]}

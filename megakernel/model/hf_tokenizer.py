@@ -27,7 +27,7 @@ from .tokenizer_parts import check_parts
 _OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
 # The splitting rules of tokenizer classes that are read from vocab.json and merges.txt.
 _SPLITS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-# Texts that a tokenizer of another kind, or with other rules for white space or similar characters, splits otherwise.
+# Texts that show whether two tokenizers have the same rules, such as those for white space and similar characters.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
     " a ",
@@ -106,9 +106,9 @@ def _added(
     special: dict[str, str],
     listed: dict[str, list[str]],
 ) -> list[AddedToken]:
-    """Return the tokens to add to `backend`, as in transformers: those that the configuration, or else
-    `added_tokens.json`, declares, and special tokens. Answers leave out tokens with a name, such as `eos_token`.
-    """
+    """Return the tokens to add to `backend`, as in transformers: all special tokens, and the tokens that the
+    configuration, or else `added_tokens.json`, declares. Tokens with a name, such as `eos_token`, become special, so
+    that answers leave them out."""
     own = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = dict.fromkeys([*(special[name] for name in NAMED_TOKENS if name in special), *special.values()])
     more = [text for texts in listed.values() for text in texts]
@@ -149,7 +149,7 @@ def _check_ids(declared: dict[str, Any], path: Path) -> None:
 
 def _tekken(path: Path) -> dict[str, Any]:
     """Return the vocabulary of Mistral's `tekken.json` in the form of GGUF's metadata. Special tokens come first, and
-    then byte sequences by their rank."""
+    then byte sequences in the file's order."""
     declared, letters = read_json(path), {byte: letter for letter, byte in byte_alphabet().items()}
     try:
         room, total = (int(declared["config"][f"default_{name}"]) for name in ("num_special_tokens", "vocab_size"))
@@ -210,11 +210,11 @@ def _ggml(path: Path, facts: dict[str, Any], **more: Any) -> Tokenizer | None:
 
 
 def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the special tokens that chat templates can use: a text for each name, such as `bos_token`, and lists of
-    texts for each name. They are in `special_tokens_map.json` and in the tokenizer's configuration.
+    """Return the special tokens that chat templates can use: texts by name, such as `bos_token`, and lists of texts
+    by name. They are in `special_tokens_map.json` and in the tokenizer's configuration.
 
-    If both files have a name, `special_tokens_map.json` counts, as in transformers. But if the configuration has the
-    key `added_tokens_decoder`, the configuration counts.
+    If both files have a name, `special_tokens_map.json` takes precedence, as in transformers. But if the configuration
+    has the key `added_tokens_decoder`, the configuration takes precedence.
     """
     mapped = _optional(folder, "special_tokens_map.json")
     config = {name: value for name, value in config.items() if value is not None}
@@ -240,7 +240,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, ChatTemplate]:
     found = {name: _template(path) for name, file in names.items() if (path := small(folder, file))}
     if "default" in found:
         return found
-    try:  # older processors of images have the template of their language model in a file of its own
+    try:  # older models that see images have the template in a separate file
         given = config.get("chat_template") or _optional(folder, "chat_template.json").get("chat_template")
     except MegakernelError as e:
         return found | {"default": ChatTemplate("", str(folder), str(e))}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import MegakernelError
 
-# Seconds that an answer may take for each second of processor time, because a process waits on a busy machine.
+# Elapsed seconds that an answer may take per allowed second of processor time: on a busy machine, processes wait.
 _PATIENCE = 15
 
 
@@ -45,8 +45,8 @@ class LimitedProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, values: object) -> tuple[str, str]:
-        """Send `values` to the process as JSON, and return the kind and the text of its answer. If the process
-        is killed, a second one is asked. Raises HelperLost if that is killed too, and Ended if the work is too much."""
+        """Send `values` to the process as JSON, and return the kind and the text of its answer. If the process is
+        killed, a second one is asked. Raises HelperLost if that is killed too, and Ended if a limit is exceeded."""
         with self._lock:
             try:
                 return self._asked(values)

@@ -22,9 +22,9 @@ _KINDS = {"float32": Dtype.F32, "float16": Dtype.F16, "bfloat16": Dtype.BF16}
 
 
 def _tensors(given: Any) -> Tensors:
-    """Return tensors in memory like those of files, after a check that all weights are finite. Only tensors that are
-    not contiguous in the CPU's memory are copied."""
-    if hasattr(given, "state_dict"):  # a model of transformers, whose names are to be those in published files
+    """Wrap tensors in memory as if they came from a file. Raises MegakernelError if a weight is not finite. Only
+    tensors that are not contiguous in the CPU's memory are copied."""
+    if hasattr(given, "state_dict"):  # a transformers model: give its tensors the names in published files
         model, given = given, given.state_dict()
         if hasattr(loading := importlib.import_module("transformers"), "core_model_loading"):
             given = loading.core_model_loading.revert_weight_conversion(model, given)
@@ -53,8 +53,8 @@ def _array(name: str, value: Any) -> tuple[Dtype, NDArray[np.generic]]:
 
 def open_memory(model: Any) -> Checkpoint:
     """Open a transformers model, or a tuple (configuration, weights). The configuration is a dict or a transformers
-    object. The weights are pairs (name, tensor), named as in published files. A Checkpoint stays as it is. Raises
-    MegakernelError."""
+    object. The weights are pairs (name, tensor), named as in published files. A Checkpoint is returned as it is.
+    Raises MegakernelError."""
     if not isinstance(model, tuple) and not hasattr(model, "state_dict"):
         return model  # type: ignore[no-any-return]
     config, tensors = model if isinstance(model, tuple) else (model.config, model)

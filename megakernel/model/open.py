@@ -83,7 +83,7 @@ def load_tokenizer(spec: str) -> Tokenizer | None:
 
 def load_pooling(spec: str) -> str:
     """Return how the model `spec` makes an embedding from the hidden states of a text's tokens: "last" (of the last
-    token), "mean", or the name of an unsupported way. A model that does not say uses the last token, as in vLLM."""
+    token), "mean", or the name of an unsupported method. If the model names none, the last token counts, as in vLLM."""
     if spec.startswith(_RANDOM):
         return "last"
     path = _resolve(spec, weights=False)

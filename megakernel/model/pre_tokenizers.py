@@ -1,8 +1,8 @@
 """Before BPE, a tokenizer splits a text into pieces. This module lists the splitting rules by llama.cpp's names for
 them.
 
-The regular expressions are those of the models' own tokenizers. Rules that only models of families without support have
-are left out.
+The regular expressions are those of the models' own tokenizers. Rules that only unsupported model families
+use are left out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 
 
 def _camel(ending: str, without: str = "") -> str:
-    """Return an expression for words, which end where a lower-case letter precedes a capital. `ending` matches an
-    optional ending, and `without` excludes characters."""
+    """Return a regular expression for words. A word ends where a lower-case letter precedes a capital. `ending` matches
+    an optional ending such as 's, and `without` excludes characters."""
     upper, lower = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]" for case in (r"Lu}\p{Lt", "Ll"))
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"

@@ -113,8 +113,8 @@ def open_folder(folder: Path, name: str) -> FileCheckpoint:
 
 
 def checkpoint_of(config: ModelConfig, given: Tensors, name: str, *, some: bool = False) -> FileCheckpoint:
-    """Return a checkpoint called `name` of tensors with Hugging Face's names. Those that only images need are left out,
-    and the others get the family's usual names. With `some`, weights may be absent."""
+    """Return a checkpoint called `name` of tensors with Hugging Face's names. Tensors that only images need are left
+    out, and all others get the family's usual names. With `some`, weights may be absent."""
     family = FAMILIES[config.family]
     tensors = {name: tensor for name, tensor in given.items() if not name.startswith(_OF_IMAGES)}
     left_out = len(given) - len(tensors)

@@ -1,4 +1,4 @@
-"""Reads experts from safetensors files in which one tensor has gate and up of all experts of a layer.
+"""Reads experts from safetensors files in which one tensor has the gate and up matrices of all experts.
 
 In gpt-oss, outputs of gate and up alternate, and there are biases. In Qwen3-VL, outputs of gate come first. A tensor
 of floats has the axes [expert, input, output]. An MXFP4 matrix consists of two byte tensors. `_blocks` [expert, output,
@@ -23,7 +23,7 @@ _BLOCK = BLOCKS[Dtype.MXFP4].weights
 
 
 def split_experts(tensors: Tensors, alternate: bool) -> Tensors:
-    """If a tensor has gate and up of all experts, replace it by separate tensors for gate and up of each expert. If
+    """Replace each tensor that has matrices of all experts by one tensor for each matrix of each expert. If
     `alternate`, the outputs of gate and up alternate in the files."""
     out = Tensors()
     for name, tensor in tensors.items():

@@ -21,14 +21,14 @@ class UnknownTokenizer(MegakernelError):
 
 
 class Limit(NamedTuple):
-    """At most `most` token ids of a text are wanted. If it has more, the last ones are returned if `last` is set;
+    """At most `most` token ids of a text are wanted. Of a longer text, only the end is encoded if `last` is set;
     otherwise, TooLong is raised."""
 
     most: int
     last: bool = False
 
 
-# Long texts are counted in pieces of _PIECE characters. If a cut divides a token, up to _MORE tokens are too many.
+# The tokens of a long text are counted in pieces of _PIECE characters. A cut inside a token adds at most _MORE tokens.
 _PIECE, _MORE = 1 << 16, 16
 
 

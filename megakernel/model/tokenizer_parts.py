@@ -68,7 +68,7 @@ def _check_template(part: dict[str, Any]) -> None:
 
 def _check_merges(model: dict[str, Any]) -> None:
     """Raise ValueError for a merge that is longer than every token, or whose second part lacks the prefix
-    `continuing_subword_prefix`. The package removes this prefix without looking, and aborts if it cuts a character."""
+    `continuing_subword_prefix`. The package removes the prefix unchecked, and aborts if it cuts a character."""
     prefix, merges, tokens = model.get("continuing_subword_prefix") or "", model.get("merges"), model.get("vocab")
     longest = max((len(text.encode()) for text in (*tokens, "")) if isinstance(tokens, dict) else [0])
     longest += len(f" {prefix}".encode())
@@ -97,7 +97,7 @@ def _growth(part: dict[str, Any]) -> float:
 
 
 def _sound(table: Any) -> bool:
-    """Whether a Precompiled table is a trie whose every step stays inside it, followed by texts. Its first number is
+    """Whether a Precompiled table is a trie in which no step leads outside, followed by texts. Its first number is
     the trie's size in bytes. Each node is 32 bits: bit 31 marks a leaf, and other bits give the next node's offset."""
     try:
         raw = base64.b64decode(table, validate=True) if isinstance(table, str) else b""

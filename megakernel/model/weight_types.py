@@ -43,13 +43,13 @@ def rounds_activations(name: str, storage: Mapping[Buffer, Storage]) -> bool:
 
 def stored_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Return `checkpoint` with its matrices converted to the type `name`, a value of `--weights`; `auto` keeps their
-    types. Raises MegakernelError."""
+    types. Raises MegakernelError for an unknown name."""
     return checkpoint if name == "auto" else Stored(checkpoint, _all_in(checkpoint.config, _weight_type(name)))
 
 
 def storage_of(checkpoint: Checkpoint | None, config: ModelConfig, name: str) -> dict[Buffer, Storage]:
     """Return the matrices that `--weights NAME` keeps in another type than the compute type, and their types. Without a
-    checkpoint (None), `auto` means the compute type. Raises MegakernelError."""
+    checkpoint (None), `auto` means the compute type. Raises MegakernelError for an unknown NAME."""
     if name != "auto":
         return _all_in(config, _weight_type(name))
     return {} if checkpoint is None else checkpoint.storage

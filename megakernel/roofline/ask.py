@@ -1,5 +1,5 @@
-"""The questions that `megakernel roofline ask` answers. questions.toml has their inputs and formulas; this module
-computes them, with the formulas of networks, which loop over levels.
+"""The questions that `megakernel roofline ask` answers. questions.toml has their inputs and formulas, which this
+module evaluates. Formulas that loop over the levels of a network are functions here.
 
 The formulas keep the factor (N - 1) / N, which the book "How to Scale Your Model" drops. docs/roofline.md lists all
 differences from the book."""
@@ -32,8 +32,8 @@ _NAMES = {"ceil": ceil, "measured_s": measured_s, "types": ", ".join(OPERAND_BYT
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a question. `kind` is machine, count, amount, word or flag. If `default` is None, the input must be
-    given, unless the formulas can do without it."""
+    """An input of a question. `kind` is machine, count, amount, word or flag. An input that is not `needed` may be left
+    out; formulas then get its `default`, which may be None."""
 
     name: str
     kind: str
@@ -45,7 +45,7 @@ class Input:
 @dataclass(frozen=True)
 class Question:
     """A question of `megakernel roofline ask`. It answers the exercises `numbers` of *How to Scale Your Model*.
-    `needs` has conditions, each with its error message; `figures` has the results by name: all Python expressions."""
+    `needs` maps each condition to its error message, and `figures` each result's name to its formula, all in Python."""
 
     name: str
     what: str
@@ -56,7 +56,7 @@ class Question:
     figures: dict[str, str]
 
     def answer(self, **given: Any) -> Figures:
-        """Compute the answer's figures. `given` has inputs that replace the defaults; a machine is given as Hardware.
+        """Compute the results. `given` has inputs that replace the defaults; a machine is given as Hardware.
         Raises MegakernelError if the question cannot be answered for these inputs."""
         names = globals() | _NAMES | {one.name: one.default for one in self.inputs} | given
         if machine := names.get("machine"):
@@ -88,7 +88,7 @@ def times(chip: Chip, math_s: float, moved_bytes: float) -> Figures:
 
 
 def known(machine: Hardware, name: str, what: str) -> Any:
-    """Return the fact `name` of the machine. Raises MegakernelError if the fact, described by `what`, is unknown."""
+    """Return the machine's fact `name`. Raises MegakernelError, which calls the fact `what`, if it is unknown."""
     if machine.name not in FACTS[name]:
         raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(FACTS[name])}")
     return FACTS[name][machine.name]
@@ -120,8 +120,8 @@ def level_shares(array_bytes: float, levels: Sequence[Level], inner: int = 1) ->
 
 
 def exchange_seconds(array_bytes: float, levels: Sequence[Level], copies: int, nodes: int | None) -> list[float]:
-    """Return the seconds that each level of a network needs for an all-to-all. Each row goes to at most `copies` GPUs,
-    but only once to a child (group of GPUs). If `nodes` is given, these GPUs are in at most `nodes` nodes."""
+    """Return the seconds that each level of a network needs for an all-to-all. A row of the array goes to at most
+    `copies` GPUs, and to at most `nodes` nodes if `nodes` is given. The row enters each group of GPUs only once."""
     seconds, children = [], 1
     for level in reversed(levels):
         children *= level.degree
@@ -138,7 +138,7 @@ def slowest(levels: Sequence[Level], seconds: Sequence[float]) -> Figures:
 
 
 def bandwidths(machine: Hardware, gpus: int) -> Figures:
-    """Return the number of children and the bandwidths of each level."""
+    """Return how many children (GPUs or groups of GPUs) each network level connects, and the level's bandwidths."""
     found: Figures = {}
     for level in levels(machine, gpus):
         rate = level.degree * level.child_bytes_per_s

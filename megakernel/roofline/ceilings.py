@@ -12,7 +12,7 @@ import msgspec
 
 from ..machine import Machine, busy
 
-# Each rate is the best of a few short measurements. A user waits for them, and longer ones find the same rates.
+# Each rate is the best of a few measurements. They are short, because a user waits; longer ones find the same rates.
 _REPEATS = 3
 _PROBE_S = 0.1
 _CACHE_FACTOR = 8  # read so many times the last-level cache's size, so that reads come from memory
@@ -55,9 +55,9 @@ _Rate = Annotated[float, msgspec.Meta(gt=1, lt=1e18)]
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The highest rates ever measured on this CPU with `threads` threads. `probes` is the number of measurements, and
-    `date` that of the last one. `others` is the fraction of all cores' time that other programs used during the least
-    disturbed measurement, or None if unknown."""
+    """The highest rates ever measured on this CPU with `threads` threads. `probes` counts the measurements, and
+    `date` is the day of the last one. `others` is the fraction of all cores' time that other programs used during the
+    least disturbed measurement, or None if unknown."""
 
     threads: int
     read_bytes_per_s: _Rate
@@ -73,7 +73,7 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.others is None or self.others <= QUIET
 
     def better(self, earlier: Measured | None) -> Measured:
-        """Return the higher rates of two measurements. Other programs can only make a measured rate lower."""
+        """Combine two measurements: keep the higher value of each rate, because other programs can only lower it."""
         if earlier is None:
             return self
         rates = ("read_bytes_per_s", "cache_bytes_per_s", "flops", "integer_ops")

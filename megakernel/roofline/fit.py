@@ -13,8 +13,8 @@ def memory_fit(
     ranks: Sequence[Dims], weight_bytes: float, memory_bytes: float, sequences: int, context: int
 ) -> dict[str, Any]:
     """Return the memory that a step needs on the rank that needs most: `weight_bytes`, activations, and a KV cache for
-    `sequences` sequences of `context` tokens each. `ranks` are the sizes as each rank sees them. Every rank has
-    `memory_bytes`. The result also says whether the step fits, and how many such sequences would fit."""
+    `sequences` sequences of `context` tokens each. `ranks` has the model's and the batch's sizes on each rank.
+    Every rank has `memory_bytes`. The result also says whether the step fits, and how many such sequences would fit."""
     one = max(float(d.model.layers * d.split.rank_kv_heads * context * kv_bytes(d.model)) for d in ranks)
     activations = max(_bytes(d, Space.ACTIVATION) + _bytes(d, Space.OUTPUT) for d in ranks)
     needed = weight_bytes + one * sequences + activations

@@ -18,8 +18,8 @@ BOUNDS = ("math", "vector", "memory", "comms")
 
 @dataclass(frozen=True)
 class PhasePart:
-    """The instructions of one phase on rank `dims.rank`, with their operands. `runs` is the number of layers for a
-    phase of the body, and 1 for others."""
+    """The instructions of one phase on rank `dims.split.rank`. `columns` has their operands. `runs` is how often a step
+    runs the phase: once per layer, or once if the phase precedes or follows all layers."""
 
     phase: Phase
     columns: Columns
@@ -29,10 +29,10 @@ class PhasePart:
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """The work of a phase, all layers together, or of a step, and the least times for this work. Each amount is the
-    maximum over the ranks. `sent_bytes` go to other ranks in `hops` messages, one after another, whose latency is
-    `latency_s`. `comms_s` adds the time to send the bytes at the links' rates. `comms_measured_s` is computed from
-    measured bandwidths of collectives instead; None if there are none."""
+    """The work of a step, or of one of its phases in all layers, and the least times for this work. Each amount of work
+    is that of the rank with most. A rank sends `sent_bytes` in `hops` messages, one after another. `latency_s` is the
+    latency of all messages together, and `comms_s` also includes the time to move the bytes. `comms_measured_s` is the
+    time by measured bandwidths of collectives, or None if there are none."""
 
     matrix_flops: float
     vector_flops: float
@@ -65,8 +65,8 @@ def rate_of(model: ModelSizes, hardware: Hardware) -> str:
 def step_roofline(
     parts: Sequence[PhasePart], hardware: Hardware, context: float
 ) -> tuple[LeastTimes, dict[Phase, LeastTimes]]:
-    """Return the least times of a step, and of each of its phases. Every token row of the step attends to `context` KV
-    tokens of its own."""
+    """Return the least times of a step, and of each of its phases. Every token row attends to `context` KV tokens,
+    which no other row reads."""
     dims = parts[0].dims
     peak = hardware.flops_per_s(rate_of(dims.model, hardware))
     hop_s = hardware.costs.node_hop_s if hardware.costs else 0.0
@@ -101,7 +101,7 @@ def step_roofline(
 
 
 def _work(part: PhasePart, context: float) -> _Work:
-    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of one phase on a rank, over all its runs."""
+    """Return (matrix FLOPs, vector FLOPs, memory bytes, bytes sent) of one phase on a rank, in all layers together."""
     d = part.dims
     done = cost(part.phase, part.columns, d)
     matrix, vector, memory = (float(c.sum()) for c in (done.matrix_flops, done.vector_flops, done.memory_bytes))
@@ -135,8 +135,8 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
 
 
 def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Return the seconds of `messages` gathers of equal size, computed from measured bandwidths, or None if there are
-    none. `sent_bytes` is what one of N ranks sends in all gathers, which is (N - 1) / N of the gathered arrays."""
+    """Return the seconds of `messages` gathers of equal size, computed from measured bandwidths, or None if nothing was
+    measured. `sent_bytes` is what one of N ranks sends in all gathers, which is (N - 1) / N of the gathered arrays."""
     if not messages:
         return 0.0
     one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)

@@ -17,8 +17,8 @@ from . import pages
 
 
 def violations(parts: Sequence[Part]) -> Iterator[str]:
-    """Describe the instructions that a GPU cannot execute in a program that has passed all other checks. They need more
-    shared-memory pages than an SM has, or their tiles do not fit pages. Programs for CPUs have no pages."""
+    """Describe each instruction that a GPU cannot execute, because it needs more shared-memory pages than an SM has, or
+    its tile does not fit pages. The program must have passed all other checks. Programs for CPUs have no pages."""
     dims = parts[0].program.dims.ranks
     for part in parts if dims[0].worker.ring_pages else ():
         yield from _pages(part, dims)
@@ -66,7 +66,7 @@ def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
 
 
 def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Yield a violation for each instruction in `rows`, of a matmul phase, whose tile does not fit pages."""
+    """Describe instructions whose tiles do not fit pages. `rows` has the indices of a matmul phase's instructions."""
     c = phase.columns(part.records[rows])
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:
@@ -82,7 +82,7 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
         return
-    # Outputs are stored in whole boxes. A box must not extend beyond the tile into neighbouring rows or columns.
+    # Outputs are stored in boxes of BOX_ROWS rows and `per_page` columns. A box must not extend into another tile.
     width = BUFFERS[phase.output].shape(d, 0)[1]
     bad = (c["rows"] % pages.BOX_ROWS != 0) & (c["row"] + c["rows"] != d.bucket.tokens)
     bad |= (c["cols"] % per_page != 0) & (c["col"] + c["cols"] != width)

@@ -14,11 +14,11 @@ from ..machine import ONE_ROW, Path
 from .pages import CHUNK, DOT_PIECE, K_STEP, PIECES, matmul_pages, one_row
 
 Floats = NDArray[np.float64]
-SAMPLE_GROUP = 8192  # logits of a row that the warps which sample process at once
+SAMPLE_GROUP = 8192  # the number of logits that the warps process at once when they sample a token
 
 
 def own_paths(dims: Dims, paths: dict[str, Path]) -> dict[str, Path]:
-    """Return the times of paths (parts of the machine code) in the build that runs programs of these sizes."""
+    """Return the times of paths (parts of the machine code) in the kernel that runs programs of these sizes."""
     of_row = {name.removeprefix(ONE_ROW): path for name, path in paths.items() if name.startswith(ONE_ROW)}
     return paths | of_row if one_row(dims) else paths
 
@@ -38,7 +38,7 @@ class Roles:
 
 
 def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, paths: dict[str, Path]) -> Roles:
-    """Return the issue times of matmul instructions whose tiles have `rows` x `cols` outputs."""
+    """Return how long each kind of warp takes to issue matmul instructions, for tiles of `rows` x `cols` outputs."""
     pages, one = matmul_pages(phase, rows, cols, dims), {name: path.warm for name, path in paths.items()}
     columns = phase.matrices(dims.split) * cols.astype(np.int64)
     consumers: NDArray[np.floating]
@@ -58,7 +58,7 @@ def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, paths: di
 
 
 def sample_steps(dims: Dims) -> int:
-    """The number of groups of a row's logits. `sample` loads a group while it processes the previous one."""
+    """How many groups of SAMPLE_GROUP logits a row has. `sample` loads a group while it processes the previous one."""
     return ceil_div(dims.model.vocab, SAMPLE_GROUP)
 
 

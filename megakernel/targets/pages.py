@@ -17,8 +17,8 @@ dots       Matmuls as dot products (`dims.worker.units` is DOTS). Weight columns
            column. The ring is filled several times, and each filling is called a lap: first weight pages, then pages
            with all of the instruction's input rows. The input pages are released at the end of the lap, and loaded
            again in the next lap. If the matmul normalises its input rows itself, they take no pages: the consumers keep
-           them in NORM_BYTES of shared memory beside the ring. In a build for one row, this is so for all inputs: they
-           have COPY_BYTES, and the ring has ROW_PAGES.
+           them in NORM_BYTES of shared memory beside the ring. The kernel for one token row keeps all inputs beside
+           the ring, in COPY_BYTES; its ring has ROW_PAGES pages.
 attention  An attention item has query rows of one sequence and a range of its KV blocks. The rows are divided into
            query tiles, called units. A unit has QUERY_TILE (row, head) pairs that use one KV head, or one of two parts
            of it if heads have more than HEAD_PART elements. The thread block computes UNITS units at a time, in one
@@ -44,13 +44,13 @@ PAGE_ROWS = PAGE_BYTES // ROW_BYTES
 BOX_ROWS = 32
 CHUNK = 256
 K_STEP = ROW_BYTES // 2  # bfloat16 elements per row
-STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages for K_STEP elements of CHUNK weight columns, and of the inputs
+STEP_PAGES = 1 + CHUNK // PAGE_ROWS  # pages of a stage: one of inputs, and those with CHUNK weight columns
 STAGES = 4  # stages in the ring buffer of pages, each with STEP_PAGES pages
 WARPGROUP_ROWS = 64  # rows that one wgmma instruction multiplies
 MAPS = 2  # tensor maps per buffer: one for boxes of BOX_ROWS rows, one for whole pages
 DOT_PIECE = 1024
-# TMA limits a box to 256 elements per dimension. Therefore the tensor map for weights divides a piece of DOT_PIECE
-# elements into rows of this many elements.
+# TMA copies at most 256 elements per dimension. So the tensor map for weights treats DOT_PIECE successive elements as a
+# two-dimensional array, with this many elements in its inner dimension.
 PIECE_INNER = 256
 PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
@@ -103,7 +103,7 @@ def one_row(dims: Dims) -> bool:
 
 
 def own_ring(dims: Dims) -> Dims:
-    """Return the sizes with as many ring pages as the build that runs their programs has. The build for one row runs
+    """Return `dims` with the number of ring pages of the kernel that runs such programs. The build for one row runs
     programs of one row on one GPU, without experts, if shared memory has room for their inputs beside the ring."""
     alone, model = dims.bucket.tokens == dims.split.tp == 1, dims.model
     fits = 2 * max(model.hidden, model.ffn, model.heads * model.head_dim) <= COPY_BYTES
@@ -157,7 +157,7 @@ def computed_rows(rows: Ints) -> Ints:
 
 
 def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, Ints]:
-    """Return two arrays for tiles: the FLOPs that tensor cores execute, with padding, and the loaded bytes."""
+    """Return, for each tile, the FLOPs that tensor cores execute, with padding, and the bytes that are loaded."""
     inner, columns = phase.inner(dims.split), phase.matrices(dims.split) * cols
     computed = computed_rows(rows) * phase.matrices(dims.split) * PAGE_ROWS * ceil_div(cols, PAGE_ROWS)
     loaded = columns + BOX_ROWS * ceil_div(rows, BOX_ROWS) * ceil_div(columns, CHUNK)

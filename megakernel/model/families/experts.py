@@ -32,8 +32,8 @@ def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOW
     }
 
 
-# Keys of config.json: numbers of experts (of which transformers 4 and 5 name one differently), settings of training,
-# and whether the model also returns the router's logits.
+# Keys of config.json: how many experts a layer has (two names, by version of transformers), how many a token uses,
+# settings of training, and whether the model also returns the router's logits.
 _KEYS = (
     "num_local_experts num_experts num_experts_per_tok output_router_logits router_aux_loss_coef router_jitter_noise"
 )
@@ -41,8 +41,8 @@ _GGUF_KEYS = "expert_count expert_used_count"
 
 
 def counts(config: Keys) -> dict[str, Any]:
-    """Read how many experts a layer has and how many a token uses. In GGUF files, the width of an expert may have a key
-    of its own, which is then read too."""
+    """Read how many experts a layer has and how many a token uses. In GGUF files, the width of an expert may have a
+    separate key, which is then read too."""
     every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", "expert_feed_forward_length"
     if config.get("expert_count") is not None:
         every, used = ("expert_count",) * 2, "expert_used_count"
@@ -139,8 +139,8 @@ QWEN3_MOE = Family(
 
 
 def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dense: int) -> dict[str, Any]:
-    """Return the sizes of experts in `routed` with two additions: an MLP of width `shared` that all tokens use, and an
-    MLP of width `dense` instead of experts in the first `layers` layers. Pieces of these MLPs count as experts."""
+    """Add two MLPs to the sizes of experts in `routed`: one of width `shared` that all tokens use, and one of width
+    `dense`, which replaces the experts in the first `layers` layers. Pieces of both MLPs count as experts."""
     more, dense = -(-shared // max(routed["ffn"], 1)), dense if layers else 0
     every, used = routed["experts"] + more, routed["experts_per_token"] + more
     if min(shared, layers, dense) < 0 or dense > routed["ffn"] * used or every > MOST_EXPERTS:
@@ -153,7 +153,7 @@ def _pieces(config: Keys, routed: dict[str, Any], shared: int, layers: int, dens
 
 
 def read_pieces(config: Keys, shared: int, layers: int) -> dict[str, Any]:
-    """Read the experts. By default, `shared` of them serve all tokens, and the first `layers` layers have none."""
+    """Read sizes of experts. By default, all tokens use `shared` experts, and the first `layers` layers have none."""
     config.only("moe_layer_end_index", -1, config.count("num_hidden_layers") - 1)
     ffn, layers = config.count("moe_intermediate_size"), config.count("first_k_dense_replace", layers)
     wide = config.count("shared_expert_intermediate_size", ffn * config.count("n_shared_experts", shared))

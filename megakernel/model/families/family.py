@@ -67,9 +67,9 @@ class Family:
     `gelu`            the MLP's gate is GELU, approximated by tanh, instead of SiLU
     `sinks`           each head of attention adds a score that belongs to no token
     `weights`         the tensor names of buffers, where they are not those of Llama
-    `shared`          the tensor names of the MLP whose pieces are the shared experts; dense layers have Llama's names
+    `shared`          the tensor names of the MLP that runs as shared experts; layers without a router have Llama's
     `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
-                      formats, the rows are half of a head's rotated part apart
+                      formats, rows i and i + R / 2 form a pair, if RoPE rotates R rows of a head
     `alternate`       in a tensor with gate and up of all experts, outputs of gate alternate with those of up
     `norms_minus_one` safetensors files contain the scales of norms minus 1
     `fixed`           fields of ModelConfig with the same value in all models of the family

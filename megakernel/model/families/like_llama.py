@@ -89,7 +89,7 @@ GLM = Family(
     | {"head_dim": 128},
 )
 
-# The names of Granite's multipliers in config.json and in GGUF files. ModelConfig folds them into other numbers.
+# The names of Granite's multipliers in config.json and in GGUF files. ModelConfig makes them part of other numbers.
 _MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -202,7 +202,7 @@ MINISTRAL3 = replace(
 
 
 def _phi3(config: Keys) -> dict[str, Any]:
-    """Read the sliding window. Refuse the RoPE kind "yarn", because other software reads it as "longrope" here."""
+    """Read the sliding window. Refuse the RoPE kind "yarn", because other software treats it as "longrope"."""
     scaling = Keys(config.get("rope_parameters") or config.get("rope_scaling") or {}, config.source)
     for spelling in ("rope_type", "type"):
         scaling.only(spelling, "default", "longrope", "su")
@@ -269,7 +269,7 @@ SEED_OSS = Family(
 
 
 def _smollm3(config: Keys) -> dict[str, Any]:
-    """Read which layers have RoPE: those with a 1 in `no_rope_layers` or, without it, all except every n-th."""
+    """Read which layers have RoPE: those with a 1 in `no_rope_layers` or, if it is absent, all except every n-th."""
     layers, interval = layers_of(config), config.count("no_rope_layer_interval", 4)
     rotated = None if config.get("no_rope_layers") is None else config.numbers("no_rope_layers")
     if interval < 1 or (rotated is not None and len(rotated) < len(layers)):

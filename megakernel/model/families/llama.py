@@ -1,4 +1,4 @@
-"""Llama: a step from token ids to sampled tokens, top to bottom, and the parts of it that other families share."""
+"""Llama's forward pass, from token ids to sampled tokens, and the parts of it that other families share."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ LLAMA = Family(
     gguf=("llama",),
     adjacent=("gguf",),
     fields=BIASES,
-    # Some inference engines ignore the sliding window. So contexts are limited to one window, on which all agree.
+    # Some inference engines ignore the sliding window. Results agree within one window, which limits the context here.
     read=lambda config: {"longest": config.count("sliding_window")} if config.get("sliding_window") else {},
     keys="sliding_window",
 )

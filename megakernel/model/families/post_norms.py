@@ -33,7 +33,7 @@ def forward_olmo(c: ModelConfig, f: Family) -> Forward:
 
 
 def _followed(c: ModelConfig, f: Family, before_attention: Phase, before_mlp: Phase) -> Forward:
-    """Return a step with norms after attention and the MLP. The last two arguments are the phases before these."""
+    """Return a step with norms after attention and the MLP, whose inputs the last two arguments compute."""
     return Forward.of(
         BEFORE,
         [
@@ -90,9 +90,9 @@ def _gemma3(config: Keys) -> dict[str, Any]:
 
 
 def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
-    """Read the windows, and the RoPE base of layers with windows. Most others are fixed, as in llama.cpp."""
+    """Read the windows, and the RoPE base of layers with windows. Multipliers follow from sizes, as in llama.cpp."""
     layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
-    # The 27B models, with 46 or 62 layers, divide scores by the root of a size other than that of their heads.
+    # The 27B models (46 or 62 layers) divide scores by the root of hidden / heads, not of the size of a head.
     size = max(1, hidden / max(heads, 1) if layers in (46, 62) else config.count("attention.key_length", 256))
     return scaled_embeddings(hidden) | read_gguf_windows(config, every, theta) | {"attention_multiplier": size**-0.5}
 

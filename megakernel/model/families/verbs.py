@@ -45,7 +45,7 @@ def qkv(
 
 
 def rounded(name: str, inputs: Buffer, output: Buffer) -> Phase:
-    """output[r] = inputs[r], rounded to the compute type: a residual that no norm follows"""
+    """output[r] = inputs[r], rounded to the compute type; replaces a norm before attention or the MLP"""
     return Phase(name, Operation.NORM, inputs=inputs, output=output)
 
 
@@ -55,7 +55,7 @@ def raw_qkv(name: str, inputs: Buffer, weights: Buffer, output: Buffer, bias: Bu
 
 
 def heads_norm(name: str, inputs: Buffer, scale: Buffer, output: Buffer) -> Phase:
-    """q, k, v = inputs[r]; normalises all q together and all k together, times scale, then does what `qkv` does"""
+    """q, k, v = inputs[r]; normalises all of q and all of k, times scale; then rotates and stores like `qkv`"""
     return Phase(name, Operation.NORM, weights=scale, inputs=inputs, output=output, result=Result.HEADS)
 
 

@@ -11,8 +11,8 @@ from ..config import Keys, short
 
 
 def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict[str, Any]:
-    """Return the fields of ModelConfig about sliding windows. Layers without a window are those that `layer_types`
-    names or, if that key is absent, those in `full`. If the key `sliding_window` is absent, a window has `default`
+    """Return the fields of ModelConfig about sliding windows. A layer has no window if `layer_types` calls it
+    full_attention or, without this key, if it is in `full`. Without the key `sliding_window`, a window has `default`
     tokens; null means that no layer has a window."""
     layers = layers_of(config)
     types = config.names("layer_types", "full_attention", "sliding_attention")
@@ -39,9 +39,9 @@ def every_nth(layers: range, every: int) -> range:
 
 
 def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
-    """Read the windows of GGUF files in which some layers have them. The pattern is a list with true for these layers,
-    or a number n if only every n-th layer has no window (0: all have one). If it is absent, n is `every`. If `theta` is
-    not 0, layers with windows have a RoPE of their own, whose base is `theta` unless the file gives one."""
+    """Read the windows of GGUF files in which some layers have them. The file's pattern is a list with true for these
+    layers, or a number n if only every n-th layer has no window (0: all have one). Without a pattern, n is `every`. If
+    `theta` is not 0, layers with windows have a separate RoPE, whose base is `theta` unless the file gives one."""
     layers, pattern = layers_of(config, "block_count"), config.get("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         if len(pattern) < len(layers) or not all(isinstance(windowed, int) for windowed in pattern):
@@ -60,7 +60,7 @@ def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str,
 
 
 def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[str, Any]:
-    """As `windows`, for a family whose layers with windows have a RoPE of their own, which is not scaled. Its base is
+    """As `windows`, for a family whose layers with windows have a separate, unscaled RoPE. Its base is
     `theta` unless `rope_parameters` gives one.
     """
     tables = config.get("rope_parameters")
