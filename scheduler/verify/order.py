@@ -139,8 +139,8 @@ class Events:
             items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
-            # The inputs of a step (the step table) may assign any item of attention to any attention instruction. The
-            # instruction may therefore wait for any counter of the grid, and any item ends only after this instruction.
+            # The inputs of a step (the step table) may assign any item of attention to any attention instruction. So
+            # assume for each item that the instruction may wait for its counter and that the item ends later than it.
             begin, end = self._new(2)
             self.may_wait.append((grid, np.full(items.size, begin)))
             self.after.append((np.full(len(slots), begin), slots))

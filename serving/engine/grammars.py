@@ -57,7 +57,7 @@ class Constraint(ABC):
         return self
 
     def waits(self, token: int) -> bool:
-        """Whether the constraint still limits and forces nothing if `token` is the only new token."""
+        """Return whether the constraint, after `token` alone, would neither limit nor force the next token."""
         return False
 
     def unlimited(self, output: Ids, tokens: Sequence[int]) -> int:

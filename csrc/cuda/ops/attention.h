@@ -1,7 +1,7 @@
 // The step's tables assign work items (some rows, heads and KV blocks of one sequence) to each attention
 // instruction. The query rows of an item that share a KV head are divided into tiles of 16. Each of the eight
 // consumer warps processes one tile at a time, over all KV blocks of the item; in builds for one row, all
-// warps process the same tile. A warp skips the pages of KV heads that its tile does not use.
+// warps share the work on one tile. A warp skips the pages of KV heads that its tile does not use.
 //
 // A warp has registers for the results of kHeadPart elements of a head. If heads have two parts, two warps
 // process each tile: both compute all scores, and each computes the results of its own part.
