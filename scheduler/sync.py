@@ -327,7 +327,7 @@ def _prologue_done(graph: _Graph, entered: Mapping[int, set[Target]], first: int
     for producer, consumers in graph.entering.items():
         for g in {g for consumer in consumers if (g := gate(consumer)) is not None}:
             signallers[min(entered[g])].add(producer)
-        # The other consumers do not wait for the previous layer. In layer 0, they wait for the prologue directly.
+        # Consumers without a gate do not wait for the previous layer. In layer 0, they wait for a prologue counter.
         for to in graph.targets(consumer for consumer in consumers if gate(consumer) is None):
             signallers[shared.target("entering", to)].add(producer)
     signallers |= _signallers_of_the_rest(graph.groups, entered, signallers)

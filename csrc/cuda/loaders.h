@@ -57,7 +57,7 @@ MK_FN void load_tiles(P& p, const Params& params, const Block<P>& block, const P
   use.for_boxes(0, 1, [&](const Box& box) { p.load_tile(page + box.at, map, box.x, box.y, use.z, full); });
 }
 
-// Starts to load a page into slot `slot` of the ring. `rows` is where the copied rows begin (pieces_of).
+// Starts to load a page into slot `slot` of the ring. `rows` is the start of its pieces' buffer.
 template <class P>
 MK_FN void fill(P& p, Block<P>& block, const Params& params, const Task& task, const PageUse& use, int slot,
                 const char* rows) {
