@@ -163,7 +163,7 @@ class _Graph:
 
     def _kind(self, g: int) -> tuple[int, ...]:
         """Return the key that a group of tasks shares with the same tasks on other ranks, its siblings: the phase and
-        the row block. If siblings exchange data with several ranks, one counter serves all of them."""
+        the row block. Siblings that exchange data with several ranks signal one counter."""
         group = self.groups[g]
         return group.segment, group.ordinal, int(group.virtual), group.block
 

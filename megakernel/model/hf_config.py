@@ -252,7 +252,7 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
         return replace(rope, factor=inside.number("factor", 1.0))
     original = int(_once(keys, inside, _ORIGINAL, family.defaults.get(_ORIGINAL, context)))
     if not 2 <= original < 1 << 31:
-        raise MegakernelError(f"{where}: {_ORIGINAL} is {original}; it must be at least 2")
+        raise MegakernelError(f"{where}: {_ORIGINAL} is {original}; it must be from 2 to 2^31 - 1")
     scale = inside.number("factor", context / original)
     rope = replace(rope, factor=scale, original_context=original)
     if kind is RopeKind.LLAMA3:

@@ -224,7 +224,7 @@ class _Schema:
         plain = _LOOKAROUND.sub(lambda found: found[1] or found[2] or "", pattern)
         beyond = _BEYOND.search(re.sub(r"\\\\", "", plain))
         self.left |= {"pattern"} if beyond or plain != pattern else set()
-        # If a negated class contains all control characters, the library permits escaped quotes too. So exclude NUL.
+        # If a negated class matches all control characters, the library permits escaped quotes too. So exclude NUL.
         classes = _LOOKAROUND.sub(lambda m: m[1] or re.sub(r"(?s)\A\[\^.*", r"[\g<0>&&[^\\x00]]", m[2] or ""), plain)
         return "" if beyond else classes
 
