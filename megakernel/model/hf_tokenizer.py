@@ -27,7 +27,7 @@ from .tokenizer_parts import check_parts
 _OPTIONS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of added tokens
 # The splitting rules of tokenizer classes that are read from vocab.json and merges.txt.
 _SPLITS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-# Texts that show whether two tokenizers have the same rules, such as those for white space and similar characters.
+# Texts that show whether two tokenizers have the same rules, such as those for white space and Unicode forms.
 _SAMPLES = (
     "The capital of France  is\n\tParis, or x\u00bd \ufb01n\u00e9 \u4f60\u597d 12345",
     " a ",

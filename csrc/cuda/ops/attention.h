@@ -75,7 +75,7 @@ class AttentionItem {
 
   MK_FN int32_t position(int row) const { return kTogether ? read_.position : s_.positions[row]; }
   MK_FN int parts() const { return head_parts(d_); }
-  // Which part of a head this warp computes. Neighbouring warps compute the parts of the same tile.
+  // Which part of a head's elements this warp computes. Its neighbour computes the other part.
   MK_FN int part() const { return parts() > 1 ? here(call_.warp) % kMaxHeadParts : 0; }
   MK_FN int row() const { return kOneRow ? 0 : s_.item_row[item_]; }
   MK_FN int rows() const { return kOneRow ? 1 : s_.item_rows[item_]; }  // not for padding items

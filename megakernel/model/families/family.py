@@ -21,7 +21,7 @@ class Weight(NamedTuple):
 
 
 def of_layer(safetensors: str, gguf: str, end: str = ".weight") -> Weight:
-    """The tensors of a layer. The arguments list names, separated by spaces, without "model.layers.0." and `end`."""
+    """The tensors of a layer. The arguments list names, without "model.layers.0." and the ending `end`."""
     return Weight(
         tuple(f"model.layers.{{}}.{name}{end}" for name in safetensors.split()),
         tuple(f"blk.{{}}.{name}{end}" for name in gguf.split()),
