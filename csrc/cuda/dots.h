@@ -60,9 +60,9 @@ class Dots {
     }
   }
 
-  // Adds up, for each row, the partial sums of all lanes. In every step, two lanes exchange sums: each
-  // lane keeps half of the remaining rows, and adds the other lane's sums for its half. In the end, lane
-  // i has the total of row i.
+  // Adds up, for each row, the partial sums of all lanes. In every step, two lanes exchange sums. The first
+  // steps keep all rows. In each later step, a lane keeps half of its rows, and adds the other lane's sums
+  // for them. In the end, lane i has the total of row i.
   template <int kMask = P::kLanes / 2>
   MK_FN void reduce(P& p, int rows) {
     if constexpr (kMask >= kDotRows) {

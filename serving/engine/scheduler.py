@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -216,9 +216,8 @@ class Batch:
 
     @property
     def stats(self) -> Stats:
-        now = self.totals
-        now.running, now.waiting, now.pages_used = len(self.slots.order), len(self.waiting), now.pages - self.pool.free
-        return now
+        used = self.pool.pages - self.pool.free
+        return replace(self.totals, running=len(self.slots.order), waiting=len(self.waiting), pages_used=used)
 
     @property
     def alone(self) -> bool:

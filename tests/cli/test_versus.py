@@ -220,7 +220,7 @@ def test_a_peer_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_latency_against_a_peer_that_is_no_llama_cpp(cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [peers.InstalledPeer("scripted", lambda task: Scripted(), gguf=False)]
+    found = [peers.InstalledPeer(lambda task: Scripted(), gguf=False)]
     monkeypatch.setattr(peers, "find", lambda *_, **__: found)
     versus = cli.json(*LATENCY, "--model", model, "--vs", "torch")["vs"]["scripted"]
     assert versus["tokens_per_s"] == 4 / (8 / 6) and len(versus["runs"]) == 3

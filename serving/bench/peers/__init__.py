@@ -22,7 +22,6 @@ from megakernel.serving.text.llm import LLM
 class InstalledPeer:
     """A peer (another inference program) that is installed. `gguf` says that it reads the model from a GGUF file."""
 
-    name: str
     open: Callable[[Task], Peer]
     gguf: bool
 
@@ -37,12 +36,12 @@ def find(names: Sequence[str], build: Path | None, *, batched: bool) -> list[Ins
     for name in names:
         if name == llama_bench.NAME:
             program = llama_bench.tool(build and build.expanduser(), batched)
-            found.append(InstalledPeer(name, partial(llama_bench.LlamaBench, program), gguf=True))
+            found.append(InstalledPeer(partial(llama_bench.LlamaBench, program), gguf=True))
         elif name == torch_llama.NAME:
             if missing := [package for package in ("torch", "transformers") if find_spec(package) is None]:
                 lacks = ", ".join(missing)
                 raise MegakernelError(f"{name} is not installed ({lacks} is missing): pip install torch transformers")
-            found.append(InstalledPeer(name, partial(Process, name, torch_llama.__name__), gguf=False))
+            found.append(InstalledPeer(partial(Process, name, torch_llama.__name__), gguf=False))
         else:
             raise MegakernelError(f"cannot compare with {name!r}: choose from {llama_bench.NAME}, {torch_llama.NAME}")
     return found

@@ -177,7 +177,7 @@ def test_facts_of_a_first_token_go_to_its_own_frontend() -> None:
     for reader in range(2):
         engine.add([1] * (1 + reader), pooled("last"), first=7, reader=reader)
     step = engine.step()
-    assert [_some(step.tokens, step.reader == i).begun[0].pooled for i in range(2)] == [[1.0], [2.0]]
+    assert [[b.pooled for b in _some(step.tokens, step.reader == i).begun.values()] for i in (0, 1)] == [[[1]], [[2]]]
 
 
 def pooled(how: str) -> SamplingParams:
