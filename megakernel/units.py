@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# The units of figures, by the ending of a figure's name. Times, whose names end in _s, have no prefixes.
+UNITS = {
+    "flops_per_s": "FLOP/s",
+    "bytes_per_s": "B/s",
+    "per_s": "/s",
+    "bytes": "B",
+    "flops": "FLOP",
+    "hz": "Hz",
+    "s": "",
+}
 
 
 def _prefix(value: float, digits: int) -> tuple[float, str]:
@@ -31,6 +41,14 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def milliseconds(value: float) -> str:
-    """Return a time in seconds as text: in milliseconds, such as 12.35 ms, or in seconds if it is at least 10 s."""
-    return f"{value:,.2f} s" if float(f"{value:.4g}") >= 10 else f"{value * 1e3:,.4g} ms"
+def figure(name: str, value: float | str) -> tuple[str, str]:
+    """Return a figure's name without its unit, and its value as text. Without a unit, the value is a number or a
+    word."""
+    unit = next((unit for unit in UNITS if name == unit or name.endswith(f"_{unit}")), "")
+    if isinstance(value, str):
+        text = value
+    elif unit:
+        text = scaled(value, UNITS[unit]) if UNITS[unit] else seconds(value)
+    else:
+        text = f"{value:,.5g}" if value % 1 else f"{value:,.0f}"
+    return (name.removesuffix(unit).rstrip("_") or name).replace("_", " "), text

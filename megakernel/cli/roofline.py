@@ -11,7 +11,7 @@ from ..errors import MegakernelError
 from ..isa import OperationFamily, Phase
 from ..roofline import LeastTimes, PhasePart, memory_fit, step_roofline
 from ..roofline.program_step import rate_of
-from ..units import bytes_text, milliseconds
+from ..units import bytes_text, seconds
 from . import output, roofline_ask
 from .options import STORED, paper_model, verb
 from .this_machine import hardware_of
@@ -92,11 +92,11 @@ def _bytes_per_weight(phases: dict[Phase, LeastTimes], rows: int) -> float:
 def _show_step(facts: dict[str, Any]) -> None:
     memory, gb = facts["memory"], 1e9
     measured = facts["t_comms_measured_s"]
-    comms = f"{milliseconds(facts['t_comms_s'])}, {bytes_text(facts['sent_bytes'])} sent"
+    comms = f"{seconds(facts['t_comms_s'])}, {bytes_text(facts['sent_bytes'])} sent"
     if facts["t_latency_s"]:
-        comms += f"; {milliseconds(facts['t_latency_s'])} of it for hops"
+        comms += f"; {seconds(facts['t_latency_s'])} of it for hops"
     if measured:
-        comms += f"; {milliseconds(measured)} at the bandwidth measured for such messages"
+        comms += f"; {seconds(measured)} at the bandwidth measured for such messages"
     fits = "fits" if memory["fits"] else "does not fit"
     output.rows(
         ("model", f"{facts['model']}, {facts['dtype']}"),
@@ -105,12 +105,12 @@ def _show_step(facts: dict[str, Any]) -> None:
         ("step", f"{_rows(facts['tokens'])} with {facts['context']:,} KV tokens each"),
         (
             "at least",
-            f"{milliseconds(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}",
+            f"{seconds(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}",
         ),
-        ("  arithmetic", f"{milliseconds(facts['t_math_s'])}, {facts['flops'] / 1e12:,.3f} TFLOP per rank"),
-        ("  memory", f"{milliseconds(facts['t_memory_s'])}, {bytes_text(facts['memory_bytes'])} per rank"),
+        ("  arithmetic", f"{seconds(facts['t_math_s'])}, {facts['flops'] / 1e12:,.3f} TFLOP per rank"),
+        ("  memory", f"{seconds(facts['t_memory_s'])}, {bytes_text(facts['memory_bytes'])} per rank"),
         ("  link", comms),
-        ("  no overlap", milliseconds(facts["step_without_overlap_s"])),
+        ("  no overlap", seconds(facts["step_without_overlap_s"])),
         ("critical rows", f"{facts['critical_rows']:,.0f} for arithmetic to take as long as reading the weights"),
         (
             "memory",

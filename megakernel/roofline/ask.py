@@ -9,31 +9,30 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil as ceil
 from pathlib import Path
 from typing import Any
 
 from ..errors import MegakernelError
-from ..machine import OPERAND_BYTES, Hardware, Level
+from ..machine import OPERAND_BYTES as OPERAND_BYTES
+from ..machine import Hardware, Level
 from ..machine.hardware import Chip
-from .program_step import measured_s
+from .program_step import measured_s as measured_s
 
 # The results of a question by name. questions.toml says how a name shows the unit of its value.
 Figures = dict[str, Any]
 
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))
 FACTS: dict[str, dict[str, Any]] = _TABLE["facts"]
-EXAMPLES: dict[int, str] = {int(number): f"ask {words}" for number, words in _TABLE["examples"].items()}
+EXAMPLES: dict[str, str] = _TABLE["examples"]  # by the number of a question of the book
 BOOK = 'Austin et al., How to Scale Your Model, "How to Think About GPUs" (2025)'
 SWITCH_PORTS = 64
-# Names that formulas use besides those of this module.
-_NAMES = {"ceil": ceil, "measured_s": measured_s, "types": ", ".join(OPERAND_BYTES)}
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a question. `kind` is machine, count, amount, word or flag. An input that is not `needed` may be left
-    out; formulas then get its `default`, which may be None."""
+    """An input of a question, besides the machine. `kind` is dtype, count, amount or flag. An input that is not
+    `needed` may be left out; formulas then get its `default`, which may be None."""
 
     name: str
     kind: str
@@ -50,17 +49,18 @@ class Question:
     name: str
     what: str
     formula: str
-    numbers: tuple[int, ...]
+    numbers: tuple[str, ...]
     inputs: tuple[Input, ...]
     needs: dict[str, str]
     figures: dict[str, str]
 
-    def answer(self, **given: Any) -> Figures:
-        """Compute the results. `given` has inputs that replace the defaults; a machine is given as Hardware.
-        Raises MegakernelError if the question cannot be answered for these inputs."""
-        names = globals() | _NAMES | {one.name: one.default for one in self.inputs} | given
-        if machine := names.get("machine"):
-            names |= _quantities(machine)
+    def answer(self, machine: Hardware, **given: Any) -> Figures:
+        """Compute the results for a machine. `given` has inputs that replace the defaults. Raises MegakernelError if
+        the question cannot be answered for these inputs."""
+        names = globals() | {one.name: one.default for one in self.inputs} | given | {"machine": machine}
+        C, link, network = machine.flops_per_s("bf16"), machine.link.egress_bytes_per_s, machine.node.egress_bytes_per_s
+        names |= {"C": C, "link": link, "network": network, "alpha_node": C / link, "alpha_beyond": C / network}
+        names |= {"chip": machine.chip, "S": machine.node.gpus}
         for condition, message in self.needs.items():
             if not eval(condition, names):
                 raise MegakernelError(message.format(**names))
@@ -73,25 +73,11 @@ class Question:
         return {name: value for name, value in found.items() if not name.startswith("_")}
 
 
-def _quantities(machine: Hardware) -> dict[str, Any]:
-    """Return the machine's properties that questions.toml calls C, S, alpha and so on."""
-    rate, link, network = machine.flops_per_s("bf16"), machine.link.egress_bytes_per_s, machine.node.egress_bytes_per_s
-    rates = {"C": rate, "link": link, "network": network, "alpha_node": rate / link, "alpha_beyond": rate / network}
-    return rates | {"chip": machine.chip, "S": machine.node.gpus}
-
-
 def times(chip: Chip, math_s: float, moved_bytes: float) -> Figures:
     """Return the seconds of arithmetic and of memory accesses, and the least time, which is the longer of the two."""
     moving_s = moved_bytes / chip.hbm_bytes_per_s
     bound = "arithmetic" if math_s > moving_s else "memory"
     return {"least_s": max(math_s, moving_s), "arithmetic_s": math_s, "memory_s": moving_s, "bound": bound}
-
-
-def known(machine: Hardware, name: str, what: str) -> Any:
-    """Return the machine's fact `name`. Raises MegakernelError, which calls the fact `what`, if it is unknown."""
-    if machine.name not in FACTS[name]:
-        raise MegakernelError(f"{what} of {machine.name} is not known: use --machine {' or '.join(FACTS[name])}")
-    return FACTS[name][machine.name]
 
 
 def levels(machine: Hardware, gpus: int) -> tuple[Level, ...]:
@@ -162,7 +148,7 @@ def _input(text: str) -> Input:
 
 def _question(name: str, table: dict[str, Any]) -> Question:
     figures = {key: value for key, value in table.items() if key not in ("what", "formula", "inputs", "needs")}
-    numbers = tuple(number for number, words in EXAMPLES.items() if words.split()[1] == name)
+    numbers = tuple(number for number, words in EXAMPLES.items() if words.split()[0] == name)
     inputs = tuple(map(_input, table["inputs"].split()))
     return Question(name, table["what"], table["formula"], numbers, inputs, table.get("needs", {}), figures)
 
