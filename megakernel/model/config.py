@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Annotated, Any
 
@@ -142,14 +142,17 @@ _Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 
 @dataclass(frozen=True)
 class Keys:
-    """Reads the keys of a configuration file. An invalid value raises MegakernelError, which names file and key."""
+    """Reads the keys of a configuration file, and notes which were read. An invalid value raises MegakernelError, which
+    names file and key."""
 
     raw: dict[str, Any]
     source: str
     prefix: str = ""  # a prefix of every key, which the arguments of methods leave out
+    used: set[str] = field(default_factory=set)
 
-    def get(self, key: str) -> Any:
-        return self.raw.get(self.prefix + key)
+    def get(self, key: str, default: Any = None) -> Any:
+        self.used.add(key)
+        return self.raw.get(self.prefix + key, default)
 
     def count(self, key: str, default: int | None = None) -> int:
         if default is None and self.get(key) is None:
@@ -196,12 +199,24 @@ class Keys:
 
     def only(self, key: str, *allowed: object, default: object = None) -> None:
         """Raise MegakernelError unless a key's value is null or in `allowed`. An absent key counts as `default`."""
-        value = self.raw.get(self.prefix + key, default)
+        value = self.get(key, default)
         if value is not None and value not in allowed:
             known = " or ".join(map(short, allowed)) or "null"
             raise MegakernelError(
                 f"{self.source}: {self.prefix}{key} = {short(value)} is not supported: it must be {known}"
             )
+
+    def refuse_others(self, ignored: Set[str]) -> None:
+        """Raise MegakernelError for a key that has not been read, because it may change the model's results. Keys in
+        `ignored` are allowed, and values that are null, false, zero or empty."""
+        for key in sorted(key for key in self.raw if key.startswith(self.prefix)):
+            if (value := self.raw[key]) and key.removeprefix(self.prefix) not in self.used | ignored:
+                if isinstance(value, dict):  # an error shows the start of the value
+                    value = {
+                        name: what for name, what in value.items() if name in ("quant_method", "quant_algo")
+                    } | value
+                what = f"{key} = {short(value)} is not supported and may change the result"
+                raise MegakernelError(f"{self.source}: {what}")
 
     def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
         """Return the value of `key`, or `default` if it is null or absent. Errors describe allowed values by `what`."""

@@ -91,7 +91,7 @@ class Naming:
         """Whether a file may have the tensor `name`, although no buffer contains it."""
         layer = name.removeprefix("model.layers.").removeprefix("blk.").partition(".")[0]
         later = layer.isdecimal() and int(layer) >= self.config.layers  # predicts tokens after the next one
-        later &= "num_nextn_predict_layers" in FAMILIES[self.config.family].config_keys
+        later &= "num_nextn_predict_layers" in FAMILIES[self.config.family].keys
         return later or name.endswith(self.ignored or ("\0",))
 
     def stacked(self, buffer: Buffer) -> bool:

@@ -20,7 +20,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from ..errors import MegakernelError
-from ..isa import Dtype
+from ..isa import Buffer, Dtype
 from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
 from .families import FAMILIES, LACKING
@@ -35,19 +35,10 @@ _SCALARS = {int(kind): np.dtype(kind.name.lower()).newbyteorder("<") for kind in
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
 ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-# Metadata keys, without the prefix that names the architecture. Those in `_READ` are used, and those in `_HARMLESS`
-# never change a forward pass. Any other key with the prefix is an error, unless its value is empty, zero or false.
-_READ = {
-    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window", "attention.temperature_scale", "attention.value_length", "block_count",
-    "context_length", "embedding_length", "feed_forward_length", "pooling_type", "rope.dimension_count",
-    "rope.freq_base", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
-    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
-    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
-    "nextn_predict_layers", "rope.scaling.yarn_log_multiplier", "vocab_size",
-}  # fmt: skip
-_HARMLESS = {"attention.causal", "attention.layer_norm_epsilon", "rope.scaling.finetuned", "tensor_data_layout"}
-_HARMLESS |= {"n_deepstack_layers", "rope.dimension_sections"}  # they concern images
+# Metadata keys, without the prefix that names the architecture, that are read elsewhere, concern images or never change
+# a forward pass. Any other key that is not read is an error, unless its value is empty, zero or false.
+_IGNORED = {"attention.layer_norm_epsilon", "feed_forward_length", "n_deepstack_layers", "pooling_type"}
+_IGNORED |= {"rope.dimension_sections", "rope.scaling.finetuned", "tensor_data_layout"}
 # Keys that may have a list with a number for each layer. The numbers must be the same.
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 # The keys with the sampling parameters that the model's author recommends, and their names in SamplingParams.
@@ -252,22 +243,17 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     routed = bool(metadata.get(f"{architecture}.expert_count"))
     named = [f for f in FAMILIES.values() if architecture in f.gguf]
-    family = next((f for f in named if ("expert_count" in f.metadata_keys) == routed), named[0] if named else None)
+    family = next((f for f in named if (Buffer.W_ROUTER in f.weights) == routed), named[0] if named else None)
     if family is None:
         if isinstance(architecture, str) and architecture in LACKING:
             raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
         known = ", ".join(dict.fromkeys(repr(name) for f in FAMILIES.values() for name in f.gguf))
         raise refuse(f"architecture {architecture!r} is not supported: it must be one of {known}")
     prefix = f"{architecture}."
-    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    for key in sorted(set(values) - _READ - _HARMLESS - family.metadata_keys):
-        if values[key]:
-            raise refuse(f"{prefix}{key} = {values[key]!r:.60} is not supported and may change the result")
-    if values.get("attention.causal") is False:
-        raise refuse(f"{prefix}attention.causal = False is not supported")
-
-    lists = {prefix + key: values[key] for key in _PER_LAYER if isinstance(values.get(key), list)}
-    keys = Keys(metadata | {key: each[0] for key, each in lists.items() if len(set(each)) == 1}, source, prefix)
+    lists = {key: values for key in _PER_LAYER if isinstance(values := metadata.get(prefix + key), list)}
+    same = {prefix + key: values[0] for key, values in lists.items() if len(set(values)) == 1}
+    keys = Keys(metadata | same, source, prefix)
+    keys.only("attention.causal", True)
     count = keys.count
     rope = _rope(file, keys)
     # The files do not say whether YaRN rounds the numbers of RoPE pairs, so the family decides it.
@@ -280,7 +266,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         rope = replace(rope, dims=rotated)
     for key in ("attention.value_length", *(() if rope.dims else ("rope.dimension_count",))):
         if count(key, head_dim) != head_dim:
-            raise refuse(f"{prefix}{key} = {values[key]} is not supported: it must be the head size, {head_dim}")
+            raise refuse(f"{prefix}{key} = {keys.get(key)} is not supported: it must be the head size, {head_dim}")
     ids = Keys(metadata, source, "tokenizer.ggml.").ids
     tokens = metadata.get("tokenizer.ggml.tokens")
     embedding = file.tensors.get("token_embd.weight")
@@ -307,6 +293,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
         **own,
     )
+    keys.refuse_others(_IGNORED)
     return check_config(config, source)
 
 
@@ -321,14 +308,17 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     theta, context = keys.number("rope.freq_base", Rope.theta), keys.count("context_length")
     # As in llama.cpp, the default type is "linear". Linear scaling with a factor of 1, or without one, has no effect.
     kind = keys.get("rope.scaling.type") or "linear"
-    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 0.0) or 1.0
+    given = keys.number("rope.scaling.factor", 0.0), keys.number("rope.scale_linear", 0.0)
+    factor = given[0] or given[1] or 1.0
+    slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise MegakernelError(
             f"{keys.source}: {keys.prefix}rope.scaling.type {kind!r} is not supported: it must be none, linear, yarn "
             "or longrope"
         )
     keys.only("rope.scaling.yarn_ext_factor", 1)
-    full = yarn_attention(factor, 1.0, keys.number("rope.scaling.yarn_log_multiplier", 0.0)) if kind == "yarn" else 1.0
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    full = yarn_attention(factor, 1.0, multiplier) if kind == "yarn" else 1.0
     # A file may repeat YaRN's factor from the model's config.json. Other software ignores it, and computes the factor.
     if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
         keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
@@ -349,7 +339,6 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
             theta, RopeKind.LONGROPE, original_context=original, factors=long, short_factors=short, attention=attention
         )
     if kind == "yarn":
-        slow, fast = (keys.number(f"rope.scaling.yarn_beta_{n}", d) for n, d in (("slow", 1.0), ("fast", 32.0)))
         # In files, attn_factor is either YaRN's whole factor, or a number by which YaRN's factor is multiplied.
         attention = full if math.isclose(attention, full, rel_tol=1e-6) else attention * full
         ends = keys.number("attention.temperature_scale", 0.0) != 0

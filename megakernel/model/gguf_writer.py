@@ -70,8 +70,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
 
 
 def _add_config(writer: Any, config: ModelConfig) -> None:
-    keys = FAMILIES[config.family].metadata_keys
-    rope = config.rope
+    family, rope = FAMILIES[config.family], config.rope
     values: dict[str, int | float | str | list[bool]] = {
         "vocab_size": config.vocab,
         "context_length": config.max_context,
@@ -88,7 +87,6 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
     }
     if config.experts:
         values |= {"expert_count": config.experts, "expert_used_count": config.experts_per_token}
-    if "expert_feed_forward_length" in keys:
         values["expert_feed_forward_length"] = config.ffn
     if rope.kind is RopeKind.LINEAR:
         values |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.factor}
@@ -96,19 +94,23 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         values["rope.scaling.attn_factor"] = rope.attention
     if config.window:
         values["attention.sliding_window"] = config.window
-        if (pattern := "attention.sliding_window_pattern") in keys:
-            values[pattern] = [layer not in config.full_layers for layer in range(config.layers)]
+        pattern = [layer not in config.full_layers for layer in range(config.layers)]
+        values["attention.sliding_window_pattern"] = pattern
     if config.local_theta:
         values["rope.freq_base_swa"] = config.local_theta
-    for field, (key, _) in FAMILIES[config.family].gguf_fields.items():
+    for field, (key, _) in family.gguf_fields.items():
         if (value := getattr(config, field)) is not None:
             values[key] = value
     multiplier = config.attention_multiplier
-    if "attention.scale" not in keys and multiplier and not math.isclose(multiplier, config.head_dim**-0.5):
+    if (
+        "attention_multiplier" not in family.gguf_fields
+        and multiplier
+        and not math.isclose(multiplier, config.head_dim**-0.5)
+    ):
         raise MegakernelError(f"GGUF files of {config.family} models cannot contain attention_multiplier {multiplier}")
     types = {int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
     for key, value in values.items():
-        writer.add_key_value(f"{FAMILIES[config.family].gguf[0]}.{key}", value, types[type(value)])
+        writer.add_key_value(f"{family.gguf[0]}.{key}", value, types[type(value)])
 
 
 def _add_tokenizer(writer: Any, source: Path | None) -> None:

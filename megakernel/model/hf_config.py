@@ -14,23 +14,17 @@ from .families import FAMILIES, LACKING, Family
 from .limits import MOST_JSON_BYTES, check_config
 from .rope import yarn_attention
 
-# Keys that are read below.
-_READ = {
-    "activation", "architectures", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "is_causal", "max_position_embeddings", "model_type", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
-}  # fmt: skip
-
 # Keys of config.json that never change the logits, in groups; a group's name is the reason. Some further keys are
 # recognised by their names. Keys that begin with "_" are notes, keys with "drop" are for training, and keys with
 # "flash" choose a kernel. Keys that end with "_token_id" name tokens that a forward pass treats like any other.
 _HARMLESS = {
     "for training": """aux_loss_alpha gradient_checkpointing ignore_index initializer_factor initializer_range
-        label_smoothing neftune_noise_alpha use_reentrant_checkpointing z_loss""",
+        label_smoothing neftune_noise_alpha router_aux_loss_coef router_jitter_noise use_reentrant_checkpointing
+        z_loss""",
     "how a program computes, not what: kernels, types, splits of matrices, results besides logits": """
-        attn_implementation auto_map chunk_size_feed_forward dtype is_decoder output_attentions output_hidden_states
-        pretraining_tp return_dict tf_legacy_loss torch_dtype torchscript use_bfloat16 use_cache""",
+        attn_implementation auto_map cache_implementation chunk_size_feed_forward dtype is_decoder output_attentions
+        output_hidden_states output_router_logits pretraining_tp return_dict tf_legacy_loss torch_dtype torchscript
+        use_bfloat16 use_cache""",
     "notes about the model's origin, its tokenizer and its tasks": """base_model finetuning_task id2label
         is_llama_config keys_to_ignore_at_inference label2id language license model_name name_or_path num_labels
         padding_side problem_type task_specific_params tokenizer_class tokenizer_model_max_length tokenizer_padding_side
@@ -41,6 +35,8 @@ _HARMLESS = {
         early_stopping encoder_no_repeat_ngram_size length_penalty max_length max_new_tokens min_length min_p
         no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix
         remove_invalid_values repetition_penalty return_dict_in_generate temperature top_k top_p typical_p""",
+    "read by `_family`, or read only if they have an effect": """architectures intermediate_size model_type
+        original_max_position_embeddings""",
 }
 _IGNORED = {key for keys in _HARMLESS.values() for key in keys.split()}
 
@@ -118,15 +114,6 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         given = {} if raw.get(other) is None else {key: raw[other]}
         raw = {name: value for name, value in raw.items() if name != other} | given
     default = family.defaults.get
-    known = _READ | _IGNORED | family.config_keys
-    known |= {key for key in raw if key.startswith("_") or "drop" in key or "flash" in key or key.endswith("_token_id")}
-    if isinstance(kinds := raw.get("layer_types"), list) and all(kind == "full_attention" for kind in kinds):
-        known.add("layer_types")  # a list without sliding windows changes nothing
-    for key in sorted(set(raw) - known):
-        if value := raw[key]:
-            if isinstance(value, dict):  # an error shows the start of the value
-                value = {name: what for name, what in value.items() if name in ("quant_method", "quant_algo")} | value
-            raise refuse(f"{key} = {short(value)} is not supported and may change the result")
     keys = Keys(raw, source)
     keys.only("is_causal", True)
     keys.only("hidden_act", *family.activations)
@@ -137,7 +124,7 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         raise refuse(f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
     head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
-    rope = _rope(Keys(_global_rope(raw, family), source), context, head_dim, family)
+    rope = _rope(replace(keys, raw=_global_rope(raw, family)), context, head_dim, family)
     own, longest = family.config_fields(keys), rope.longest(context)
     config = ModelConfig(
         vocab=count("vocab_size", default("vocab_size")),
@@ -156,6 +143,11 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         family=family.name,
         **own,
     )
+    ignored = _IGNORED | {*family.keys.split()}
+    ignored |= {key for key in raw if key[0] == "_" or "drop" in key or "flash" in key or key.endswith("_token_id")}
+    if isinstance(kinds := raw.get("layer_types"), list) and all(kind == "full_attention" for kind in kinds):
+        ignored.add("layer_types")  # a list without sliding windows changes nothing
+    keys.refuse_others(ignored)
     return check_config(config, source)
 
 
@@ -207,12 +199,12 @@ def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     """Read RoPE's settings from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (older
     versions). `context` is the model's longest context, in tokens."""
-    raw, source = keys.raw, keys.source
-    both = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
-    if len(both) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
+    source, scaling = keys.source, {key: keys.get(key) for key in ("rope_parameters", "rope_scaling")}
+    both = [key for key, table in scaling.items() if table is not None]
+    if len(both) == 2 and scaling["rope_parameters"] != scaling["rope_scaling"]:
         raise MegakernelError(f"{source}: rope_parameters and rope_scaling are both given and differ")
     key = both[0] if both else "rope_scaling"
-    table = raw.get(key) or family.defaults.get("rope_scaling", {})
+    table = scaling[key] or family.defaults.get("rope_scaling", {})
     where = f"{source}: {key}"
     if not isinstance(table, dict):
         raise MegakernelError(f"{where} is {short(table)}, not an object")

@@ -255,22 +255,6 @@ def test_layers_without_windows_are_those_of_llama_cpp(architecture: str, patter
         assert found["window"] == 0 and not found.keys() & {"full_layers", "local_theta"}
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.metadata_keys])
-def test_a_key_that_a_family_accepts_is_read(family: str) -> None:
-    """A key that is accepted and not used would make results wrong without a word."""
-    asked = set()
-
-    class Metadata(dict[str, Any]):
-        def get(self, key: str, default: Any = None) -> Any:
-            asked.add(key)
-            return super().get(key, default)
-
-    values = {"attention.sliding_window": 96, "block_count": 6, "embedding_length": 64, "attention.head_count": 4}
-    values |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
-    FAMILIES[family].gguf_config_fields(Keys(Metadata(values), "m.gguf"))
-    assert FAMILIES[family].metadata_keys <= asked
-
-
 @pytest.mark.parametrize(
     ("named", "metadata"),
     [

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from megakernel.model.checkpoint import Checkpoint
 from megakernel.model.config import Rope, RopeKind
-from megakernel.model.families import FAMILIES
 from megakernel.model.memory import open_memory
 
 SHAPE: dict[str, Any] = {"vocab": 101, "hidden": 48, "ffn": 72, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 16}
@@ -88,10 +87,7 @@ def make_llama(seed: int, family: str = "llama", **shape: Any) -> tuple[PreTrain
     set config.json keys of the family, such as attention_bias."""
     needed = OWN.get(family, {})
     shape = needed | shape
-    own = {key: shape.pop(key) for key in (FAMILIES[family].config_keys | set(needed) - set(SHAPE)) & set(shape)}
-    unknown = set(shape) - set(SHAPE)
-    if unknown:
-        raise TypeError(f"unknown shape keys {unknown}")
+    own = {key: shape.pop(key) for key in set(shape) - set(SHAPE)}  # `checkpoint_of` refuses unknown keys
     settings = _hf_config(transformers.CONFIG_MAPPING[family], SHAPE | shape, own)
     hf = transformers.AutoModelForCausalLM.from_config(settings).eval().to(torch.float32)
     generator = torch.Generator().manual_seed(seed)

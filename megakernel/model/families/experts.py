@@ -32,17 +32,9 @@ def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOW
     }
 
 
-# Keys of config.json: how many experts a layer has (two names, by version of transformers), how many a token uses,
-# settings of training, and whether the model also returns the router's logits.
-_KEYS = (
-    "num_local_experts num_experts num_experts_per_tok output_router_logits router_aux_loss_coef router_jitter_noise"
-)
-_GGUF_KEYS = "expert_count expert_used_count"
-
-
 def counts(config: Keys) -> dict[str, Any]:
-    """Read how many experts a layer has and how many a token uses. In GGUF files, the width of an expert may have a
-    separate key, which is then read too."""
+    """Read how many experts a layer has (two names, by version of transformers) and how many a token uses. In GGUF
+    files, the width of an expert may have a separate key, which is then read too."""
     every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", "expert_feed_forward_length"
     if config.get("expert_count") is not None:
         every, used = ("expert_count",) * 2, "expert_used_count"
@@ -71,10 +63,8 @@ MIXTRAL = Family(
     ),
     fixed={"normalised_routes": True},
     read=lambda config: counts(config) | (windows(config) if config.get("sliding_window") else {}),
-    keys=f"{_KEYS} sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     read_gguf=counts,
-    gguf_keys=_GGUF_KEYS,
 )
 
 
@@ -91,9 +81,7 @@ GRANITE_MOE = replace(
     fixed={"normalised_routes": True},
     fields={name: key for name, key in GRANITE.fields.items() if name != "mlp_bias"},
     read=counts,
-    keys=_KEYS,
     read_gguf=counts,
-    gguf_keys=_GGUF_KEYS,
 )
 
 
@@ -104,18 +92,15 @@ OLMOE = Family(
     weights=_weights(),
     fixed={"whole_norms": True},
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False)},
-    only={"clip_qkv": ()},
     read=counts,
-    keys=_KEYS,
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     read_gguf=counts,
-    gguf_keys=_GGUF_KEYS,
 )
 
 
 def read_qwen3(config: Keys) -> dict[str, Any]:
     """Read the numbers of experts, and the window that all layers have if `use_sliding_window` is true."""
-    windowed = config.flag("use_sliding_window") and config.raw.get("sliding_window", 4096) is not None
+    windowed = config.flag("use_sliding_window") and config.get("sliding_window", 4096) is not None
     return ({"window": config.count("sliding_window", 4096)} if windowed else {}) | counts(config)
 
 
@@ -129,12 +114,11 @@ QWEN3_MOE = Family(
     head_norms=True,
     weights=_weights(),
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False), "ffn": ("moe_intermediate_size", None)},
-    only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "use_qk_norm": (True,)},
+    only={"decoder_sparse_step": (1,), "use_qk_norm": (True,)},
     read=read_qwen3,
-    keys=f"{_KEYS} layer_types max_window_layers sliding_window use_sliding_window",
+    keys="layer_types max_window_layers sliding_window",
     defaults={"max_position_embeddings": 32768},
     read_gguf=lambda config: counts(config) | {"normalised_routes": True},
-    gguf_keys=f"{_GGUF_KEYS} expert_feed_forward_length",
 )
 
 
@@ -188,12 +172,10 @@ GLM4_MOE = Family(
     | {"normalised_routes": ("norm_topk_prob", True), "route_scale": ("routed_scaling_factor", 1.0)},
     only={"n_group": (1,), "topk_group": (1,)},
     read=lambda config: read_pieces(config, 1, 1),
-    keys=f"{_KEYS} first_k_dense_replace moe_intermediate_size n_shared_experts num_nextn_predict_layers",
+    keys="num_nextn_predict_layers",
     aliases={"n_routed_experts": "num_local_experts"},
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     read_gguf=lambda config: read_gguf_pieces(config, 2),
-    gguf_keys=f"{_GGUF_KEYS} expert_feed_forward_length expert_gating_func expert_shared_count "
-    "expert_shared_feed_forward_length expert_weights_norm expert_weights_scale leading_dense_block_count",
 )
 
 DOTS1 = replace(
@@ -207,7 +189,7 @@ DOTS1 = replace(
     | {"normalised_routes": ("norm_topk_prob", False), "route_scale": ("routed_scaling_factor", 1.0)},
     only={**GLM4_MOE.only, "scoring_func": ("noaux_tc", "sigmoid"), "topk_method": ("noaux_tc",)},
     read=lambda c: read_pieces(c, 0, 0) | windows(c, layers_of(c)[: c.count("max_window_layers", 62)]),
-    keys=f"{GLM4_MOE.keys} ep_size layer_types max_window_layers seq_aux sliding_window use_sliding_window",
+    keys=f"{GLM4_MOE.keys} ep_size seq_aux use_sliding_window",
     defaults={},
 )
 
@@ -220,9 +202,9 @@ QWEN2_MOE = replace(
     renames={"mlp.shared_expert.": "mlp.shared_experts."},
     fixed={"shared_gate": True},
     fields={"qkv_bias": ("qkv_bias", True), "normalised_routes": ("norm_topk_prob", False)},
-    only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "use_sliding_window": (False,)},
+    only={"decoder_sparse_step": (1,)},
     read=lambda config: read_pieces(config, 4, 0),
-    keys=f"{_KEYS} max_window_layers moe_intermediate_size shared_expert_intermediate_size sliding_window",
+    keys="max_window_layers sliding_window",
     aliases={},
     defaults={"max_position_embeddings": 32768},
     read_gguf=lambda config: read_gguf_pieces(config, 1),
@@ -237,9 +219,9 @@ ERNIE4_5_MOE = replace(
     adjacent=("safetensors", "gguf"),
     fixed={"choice_bias": True, "normalised_routes": True},
     fields={},
-    only={"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_layer_interval": (1,), "use_bias": (False,)},
+    only={"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_layer_interval": (1,)},
     read=lambda config: read_pieces(config, 2, 1),
-    keys=f"{GLM4_MOE.keys} moe_capacity moe_layer_end_index moe_norm_min moe_use_aux_free",
+    keys=f"{GLM4_MOE.keys} moe_capacity moe_norm_min moe_use_aux_free",
     aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
     | {"moe_num_shared_experts": "n_shared_experts", "moe_layer_start_index": "first_k_dense_replace"},
     defaults=ERNIE4_5.defaults,
@@ -281,7 +263,7 @@ GPT_OSS = Family(
     fields=dict.fromkeys(("qkv_bias", "o_bias"), ("attention_bias", True)),
     only={"swiglu_alpha": (GATE_SLOPE,), "swiglu_limit": (GATE_LIMIT,)},
     read=read_gpt_oss,
-    keys=f"{_KEYS} experts_per_token initial_context_length layer_types quantization_config sliding_window",
+    keys="initial_context_length",
     defaults={
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -297,5 +279,4 @@ GPT_OSS = Family(
         },
     },
     read_gguf=read_gguf_gpt_oss,
-    gguf_keys=f"{_GGUF_KEYS} attention.sliding_window_pattern expert_feed_forward_length rope.freq_base_swa",
 )

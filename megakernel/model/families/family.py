@@ -77,7 +77,7 @@ class Family:
     `only`            keys of config.json for which only these values are supported
     `read`            returns the other fields of ModelConfig that the reader of config.json does not set for all
                       families. Its result may also have the entry `longest`, a limit of the context in tokens.
-    `keys`            the keys that `read` needs, or that have no effect in this family, separated by spaces
+    `keys`            the keys that have no effect in this family, or that `read` may leave out, separated by spaces
     `aliases`         other names of keys in config.json, and the usual names of these keys
     `renames`         parts of tensor names in safetensors files, and the usual parts that replace them
     `defaults`        the values of keys that are absent in config.json, where they are not those of Llama. The key
@@ -87,7 +87,6 @@ class Family:
     `gguf_fields`     as `fields`, but for GGUF files, in which a value of 0 counts as absent
     `read_gguf`       as `read`, but for GGUF files. If its result has no `window`, no layer gets a sliding window, and
                       a window in the file limits the context instead.
-    `gguf_keys`       as `keys`, but for GGUF files
     """
 
     name: str
@@ -117,7 +116,6 @@ class Family:
     two_ropes: bool = False
     gguf_fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
     read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
-    gguf_keys: str = ""
 
     def tensors(self, buffer: Buffer) -> Weight:
         """Return the names of the tensors that contain a buffer."""
@@ -133,13 +131,3 @@ class Family:
         """As `config_fields`, but from the metadata of a GGUF file."""
         given = {name: value for name, value in keys.fields(self.gguf_fields).items() if value}
         return {**given, **self.fixed, **self.read_gguf(keys)}
-
-    @property
-    def config_keys(self) -> set[str]:
-        """The keys of config.json that only some families have, and that this family supports."""
-        return {*self.keys.split(), *self.only, *(key for key, _ in self.fields.values())}
-
-    @property
-    def metadata_keys(self) -> set[str]:
-        """As `config_keys`, but for GGUF files, without the architecture's name."""
-        return {*self.gguf_keys.split(), *(key for key, _ in self.gguf_fields.values())}

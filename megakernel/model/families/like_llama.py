@@ -28,7 +28,6 @@ CWM = Family(
     models="CWM 32B",
     fields={"mlp_bias": ("mlp_bias", False)},
     read=lambda config: windows(config, layers_of(config)[::4], 8192),
-    keys="layer_types sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "head_dim": 128},
 )
 
@@ -71,7 +70,7 @@ GEMMA = Family(
     gelu=True,
     norms_minus_one=True,
     fixed={"rounds_embedding": True},
-    only={"attention_bias": (False,), "use_bidirectional_attention": (False,), "hidden_activation": (GELU,)},
+    only={"hidden_activation": (GELU,)},
     read=lambda config: scaled_embeddings(config.count("hidden_size")),
     defaults={"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True},
     read_gguf=lambda config: scaled_embeddings(config.count("embedding_length")),
@@ -130,9 +129,8 @@ GRANITE_HYBRID = replace(
     | {"ffn": ("shared_intermediate_size", 1024)},
     only={"normalization_function": ("rmsnorm",)},
     read=_attention_only,
-    keys="init_method layer_types layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head "
-    "mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias num_experts_per_tok num_local_experts "
-    "output_router_logits position_embedding_type router_aux_loss_coef time_step_limit",
+    keys="init_method mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand "
+    "mamba_n_groups mamba_n_heads mamba_proj_bias num_experts_per_tok time_step_limit",
 )
 
 HUNYUAN = Family(
@@ -144,8 +142,7 @@ HUNYUAN = Family(
     weights={Buffer.QK_NORM: of_layer("self_attn.query_layernorm self_attn.key_layernorm", "attn_q_norm attn_k_norm")},
     fixed={"late_scales": True},
     fields=ATTENTION_BIAS,
-    only={"mlp_bias": (False,), "norm_type": ("rms",), "num_experts": (1,), "use_cla": (False,)}
-    | {"use_qk_norm": (True,), "use_rotary_pos_emb": (True,)},
+    only={"norm_type": ("rms",), "num_experts": (1,), "use_qk_norm": (True,), "use_rotary_pos_emb": (True,)},
     aliases={"attention_head_dim": "head_dim"},
     # These keys concern images, tasks, or layers that share K and V, which only models with `use_cla` have.
     keys="cla_share_factor class_num dense_list im_end_id im_newline_id im_start_id mask_init_id org_vocab_size pad_id "
@@ -167,7 +164,6 @@ IQUEST_CODER = Family(
     models="IQuest-Coder-V1",
     also=("LlamaForCausalLM",),
     fields=BIASES,
-    only={"clip_qkv": (), "use_sliding_window": (False,)},
     keys="max_window_layers sliding_window",
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 128},
 )
@@ -180,23 +176,17 @@ MISTRAL = Family(
     gguf=("llama", "mistral3"),
     adjacent=("gguf",),
     read=windows,
-    keys="sliding_window",
     defaults={"max_position_embeddings": 131072},
     read_gguf=lambda config: read_gguf_windows(config, 0),
 )
 
-MINISTRAL = replace(
-    MISTRAL,
-    name="ministral",
-    models="Ministral 8B",
-    keys="sliding_window layer_types",
-)
+MINISTRAL = replace(MISTRAL, name="ministral", models="Ministral 8B")
 
 MINISTRAL3 = replace(
     MISTRAL,
     name="ministral3",
     models="Ministral 3, with contexts of at most 16,384 tokens",
-    read=lambda config: windows(config) if "sliding_window" in config.raw else {},
+    read=lambda config: windows(config) if config.get("sliding_window") is not None else {},
     defaults={"max_position_embeddings": 262144, "rms_norm_eps": 1e-5},
 )
 
@@ -219,7 +209,6 @@ PHI3 = Family(
     },
     only={"full_attn_mod": (1,), "interpolate_factor": (1,)},  # in the files of Phi-4-mini; no program reads them
     read=_phi3,
-    keys="sliding_window",
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     | {"partial_rotary_factor": 1.0},
     read_gguf=lambda config: read_gguf_windows(config, 0),
@@ -241,7 +230,7 @@ QWEN2 = Family(
     gguf=("qwen2", "qwen2vl"),
     fixed={"qkv_bias": True},
     read=_qwen2,
-    keys="layer_types max_window_layers sliding_window use_sliding_window",
+    keys="max_window_layers sliding_window",
     defaults={"max_position_embeddings": 32768},
 )
 
@@ -286,9 +275,8 @@ SMOLLM3 = Family(
     gguf=("smollm3",),
     adjacent=("gguf",),
     fields=BIASES,
-    only={"use_sliding_window": (False,)},
     read=_smollm3,
-    keys="max_window_layers no_rope_layer_interval no_rope_layers sliding_window",
+    keys="max_window_layers sliding_window",
     defaults={"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True},
     # llama.cpp assumes that every fourth layer has no RoPE.
     read_gguf=lambda config: {"nope_layers": tuple(every_nth(layers_of(config, "block_count"), 4))},

@@ -94,5 +94,4 @@ LLAMA = Family(
     fields=BIASES,
     # Some inference engines ignore the sliding window. Results agree within one window, which limits the context here.
     read=lambda config: {"longest": config.count("sliding_window")} if config.get("sliding_window") else {},
-    keys="sliding_window",
 )

@@ -77,7 +77,7 @@ def _scalar(config: Keys) -> dict[str, Any]:
 def _gemma2(config: Keys) -> dict[str, Any]:
     """Read which layers have windows, and the caps of scores and logits. A null means no cap."""
     caps = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)}
-    given = {name: own for name, own in caps.items() if config.raw.get(own[0], own[1]) is not None}
+    given = {name: own for name, own in caps.items() if config.get(*own) is not None}
     return _scalar(config) | windows(config, every_nth(layers_of(config), 2)) | config.fields(given)
 
 
@@ -110,13 +110,10 @@ GEMMA2 = replace(
     weights=_NORMS_BEHIND | {B.MLP_NORM: of_layer("pre_feedforward_layernorm", "ffn_norm")},
     fixed={"rounds_embedding": True, "post_norms": True},
     read=_gemma2,
-    keys="attn_logit_softcapping cache_implementation final_logit_softcapping layer_types query_pre_attn_scalar "
-    "sliding_window",
     defaults={**GEMMA.defaults, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256000},
     activations=(GELU,),
     gguf_fields={"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)},
     read_gguf=lambda config: _gguf_gemma(config, 2),
-    gguf_keys="attention.sliding_window_pattern",
 )
 
 VAULT_GEMMA = replace(
@@ -137,22 +134,18 @@ GEMMA3 = replace(
     inside=("Gemma3ForConditionalGeneration",),
     gguf=("gemma3",),
     head_norms=True,
-    only={**GEMMA.only, "attn_logit_softcapping": (), "final_logit_softcapping": ()},
     read=_gemma3,
-    keys="cache_implementation layer_types query_pre_attn_scalar rope_local_base_freq sliding_window "
-    "sliding_window_pattern",
     defaults={**GEMMA2.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6, "vocab_size": 262208},
     two_ropes=True,
     gguf_fields={},
     read_gguf=lambda config: _gguf_gemma(config, 6, 1e4),
-    gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
 )
 
 
 def _exaone4(config: Keys) -> dict[str, Any]:
     """Read which layers have windows. If some layers have one, only these layers have RoPE."""
     layers, pattern = layers_of(config), config.get("sliding_window_pattern")
-    if config.raw.get("sliding_window", 4096) is None:
+    if config.get("sliding_window", 4096) is None:
         return {}
     if isinstance(pattern, str) and pattern == "L" * (len(pattern) - 1) + "G":
         pattern = len(pattern)
@@ -176,10 +169,9 @@ EXAONE4 = Family(
     weights=_NORMS_BEHIND,
     fixed={"post_norms": True},
     read=_exaone4,
-    keys="layer_types max_window_layers reorder_qk_norm sliding_window sliding_window_pattern",
+    keys="layer_types max_window_layers reorder_qk_norm",
     defaults={"rms_norm_eps": 1e-5},
     read_gguf=_gguf_exaone4,
-    gguf_keys="attention.sliding_window_pattern",
 )
 
 
@@ -194,7 +186,6 @@ OLMO2 = Family(
     defaults={"rms_norm_eps": 1e-5},
     # Only files of OLMo 3 have windows.
     read_gguf=lambda config: read_gguf_windows(config, 4, config.number("rope.freq_base", 1e4)),
-    gguf_keys="attention.sliding_window_pattern rope.freq_base_swa",
 )
 
 OLMO3 = replace(
@@ -202,7 +193,6 @@ OLMO3 = replace(
     name="olmo3",
     models="Olmo-3-7B and 32B",
     read=lambda c: windows_with_rope(c, every_nth(layers_of(c), 4), c.number("rope_theta", 5e5)),
-    keys="layer_types sliding_window",
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     two_ropes=True,
 )

@@ -21,7 +21,7 @@ def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict
     if types:
         full = [layer for layer in layers if types[layer] == "full_attention"]
     full = tuple(full)
-    if config.raw.get("sliding_window", default) is None or len(full) >= len(layers):
+    if config.get("sliding_window", default) is None or len(full) >= len(layers):
         return {}
     if (window := config.count("sliding_window", default)) < 1:
         raise MegakernelError(f"{config.source}: sliding_window is {short(window)}; it must be at least 1")
@@ -53,9 +53,9 @@ def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str,
     else:
         every = config.count("attention.sliding_window_pattern", every)
         full = tuple(every_nth(layers, every)) if every > 0 else ()
+    local = {"local_theta": config.number("rope.freq_base_swa", theta)} if theta else {}
     if (window := config.count("attention.sliding_window", 0)) < 1 or len(full) >= len(layers):
         return {"window": 0}
-    local = {"local_theta": config.number("rope.freq_base_swa", theta)} if theta else {}
     return {"window": window, "full_layers": full, **local}
 
 
@@ -67,7 +67,7 @@ def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[s
     local = tables.get("sliding_attention") if isinstance(tables, dict) else None
     inside = Keys(local if isinstance(local, dict) else {}, f"{config.source}: rope_parameters.sliding_attention")
     inside.only("rope_type", "default")
-    if config.raw.get("sliding_window", 4096) is None:
+    if config.get("sliding_window", 4096) is None:
         raise MegakernelError(f"{config.source}: sliding_window is null; it must be at least 1")
     windowed = windows(config, full)
     return windowed | {"local_theta": inside.number("rope_theta", theta)} if windowed else {}
