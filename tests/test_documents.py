@@ -69,7 +69,7 @@ SMALLER = {
     r"(compile|simulate|verify) .*--tokens (1024|8192)": "--tokens 64 --tp 2",
     r"timeline .*--(json|perfetto|save)": "--model MODEL --launches 2",
     r"timeline .*--model": "--launches 2",
-    r"predictions\.py": "--batches 1",
+    r"predictions\.py": "--batch 1",
     r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"speed/structured\.py": "--model MODEL --tokens 4 --rounds 1",
     r"correctness/structured\.py": "--schemas 1 --tokens 64",

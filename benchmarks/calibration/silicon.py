@@ -4,9 +4,10 @@
 
 The measured figures are in benchmarks/results/gpu-h100.json. `figures` has a prediction for each, of the program that
 was measured, with the compiler options and the machine code of that day (benchmarks/machines/h100-measured.toml);
-`today` has the predictions for today's. No constant of the simulator was fitted to the time of a step. The hand-off
-while it is idle comes from the published latency of the L2 cache; under load, it waits for the bytes that the probe's
-other SMs have asked for.
+`today` has the predictions for today's. `variants` has predictions of the measured program without early loads
+(`--no-pipelining`; measured: `not_pipelined` of decode-1b), and with times of k steps that do not vary. No constant of
+the simulator was fitted to the time of a step. The hand-off while it is idle comes from the published latency of the L2
+cache; under load, it waits for the bytes that the probe's other SMs have asked for.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from megakernel.targets.launch import PAGES
 
 MEASURED = Path(__file__).parents[1] / "results" / "gpu-h100.json"
 ABLATIONS = {"whole": "", "unsynchronised": "waits", "no copies": "copies", "no compute": "compute"}
+VARIANTS = {"1B, one sequence": "early loads", "8B, 8,192 tokens": "variation"}
 CODE = Path(__file__).parents[1] / "machines" / "h100-measured.toml"  # paths of the machine code that was measured
 MIXED = 15, 512, 512, 512  # prompts, tokens of each, decode rows, KV tokens of each: as in benchmarks/speed/gpu.py
 KV_TOKENS = 33  # of the decode step that the file's table `tuning` measured
@@ -61,7 +63,12 @@ class Case:
         if chosen is self.chosen:  # no build for one row; matrix units held two of the 4 1/3 k steps in the ring
             costs = replace(costs, window_bytes=costs.ring_bytes, ahead_bytes=0.0, ahead_steps=7 / 3)
             program = replace(program, dims=program.dims.changed(ring_pages=PAGES))
-        costs = costs.without(what) if what else costs
+        if what == "early loads":
+            costs = costs.unpipelined()
+        elif what == "variation":
+            costs = replace(costs, ahead_steps=1e9)
+        elif what:
+            costs = costs.without(what)
         return simulate(program, self.machine, self.table(program), costs=costs).step_s
 
     def table(self, program: Program) -> StepTable:
@@ -125,9 +132,16 @@ def main() -> None:
         rows.append({"name": name, "measured_s": at, "predicted_s": figures[name]})
         print(f"{name:32} measured {at * 1e6:12,.2f} us, predicted {figures[name] * 1e6:12,.2f} us", end="")
         print(f" ({figures[name] / at - 1:+.1%}); today {today[name] * 1e6:,.2f} us")
+    measured_cases, variants = cases(machines.load(str(CODE))), dict[str, float]()
+    for name, what in VARIANTS.items():
+        seconds_without = measured_cases[name].predict(measured_cases[name].chosen, what)
+        variants[f"{name}, without {what}"] = seconds_without
+        print(f"{name}, without {what}: {seconds_without / figures[f'{name}: whole'] - 1:+.1%}")
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows]
     print(f"largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}")
-    write(arguments.output, {"figures": rows, "today": [{"name": n, "predicted_s": s} for n, s in today.items()]})
+    others = {"today": today, "variants": variants}
+    more = {key: [{"name": n, "predicted_s": s} for n, s in found.items()] for key, found in others.items()}
+    write(arguments.output, {"figures": rows} | more)
 
 
 if __name__ == "__main__":

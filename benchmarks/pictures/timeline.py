@@ -22,6 +22,7 @@ from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime import even_step
 from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline import compare, resolve, summarise, write_html
 from megakernel.trace import Trace
 
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "calibration"))
 
 from browser import Browser, browser
-from predictions import CONTEXT, ON, Variant
+from predictions import CONTEXT, ON
 from steps import compiled
 
 TOKENS = 4096
@@ -86,7 +87,8 @@ def simulated(*, pipelined: bool) -> tuple[Program, Trace]:
     config, machine = replace(load_config("random:llama-3.1-70b"), layers=2), machines.load("h100")
     program = compiled(config, machine, TOKENS, context=CONTEXT, seqs=TOKENS, tp=8, options=ON)
     table = even_step(program.dims, TOKENS, CONTEXT)
-    done = simulate(program, machine, table, costs=Variant(ON, pipelined).costs(machine), trace=True)
+    costs = costs_of(machine)
+    done = simulate(program, machine, table, costs=costs if pipelined else costs.unpipelined(), trace=True)
     assert done.trace is not None
     return program, done.trace
 

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from record import options, write
+from record import made, options, write
 from servers import measured
 
 RUNS = ["--runs", "5"]
@@ -115,7 +115,7 @@ def main() -> None:
             found["settings"]["model"] = command[command.index("--model") + 1]  # not the path of a temporary file
         [other] = found["vs"].values()
         ratios = {"ratio": other["ratio"], "prefill_ratio": other.get("prefill", {}).get("ratio")}
-        figures[name] = {"command": " ".join(command)} | ratios | {"result": found}
+        figures[name] = {"recorded": made()["recorded"], "command": " ".join(command)} | ratios | {"result": found}
         print(f"{name}: {ratios}", file=sys.stderr)
         write(args.output, {"simd": args.simd or "best", "cases": figures})
 

@@ -1,12 +1,16 @@
-"""Writes files of figures, together with the command line that made them and the machine on which it ran."""
+"""Writes files of figures, together with the command line that made them, the machine on which it ran, the date and the
+commit."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
+import subprocess
 import sys
+from datetime import date
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from megakernel.errors import whole_file
@@ -22,13 +26,16 @@ def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentPars
 
 
 def made() -> dict[str, str]:
-    """Describe how the figures were made: by which command line and on which machine.
+    """Describe how the figures were made: by which command line, on which machine, when, and by which commit.
 
     The script's path is relative to the checkout. Of each absolute path in the arguments, only the last part is kept.
     """
     script = "/".join(Path(sys.argv[0]).resolve().parts[-3:])
     machine = f"{cpu_count()} cores, {processor()}, Python {platform.python_version()}"
-    return {"command": " ".join(["python", script, *map(_without_folder, sys.argv[1:])]), "machine": machine}
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
+    commit = which("git") and subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    command = " ".join(["python", script, *map(_without_folder, sys.argv[1:])])
+    return {"command": command, "machine": machine, "recorded": f"{date.today()}, commit {commit or 'unknown'}"}
 
 
 def _without_folder(argument: str) -> str:
