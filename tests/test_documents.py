@@ -47,7 +47,7 @@ NOT_RUN = {
     r"sharegpt_65536\.py": "takes hours; tests/test_benchmarks.py runs it on a few requests",
     r"serve --replicas": "needs Ray; tests/serving/test_replicas.py runs it",
     r"speed/replicas\.py": "needs Ray, and takes minutes",
-    r"doctor --calibrate": "takes a minute; tests/roofline/test_kept.py runs it for an instant",
+    r"calibrate\.py": "takes a minute; tests/roofline/test_kept.py runs it for an instant",
     r"--vs (llama|torch)": "needs llama.cpp and torch; tests/cli/test_versus.py runs it against pretended ones",
     r"perplexity\.py": "needs llama.cpp; tests/test_benchmarks.py runs it without",
     r"rounding\.py|llama_cpp\.py|speed/cpu\.py|batched_decode\.py": "needs llama.cpp's sources, and takes minutes",

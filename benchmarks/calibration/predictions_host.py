@@ -3,10 +3,10 @@
     python benchmarks/calibration/predictions_host.py --machine FILE.toml -o benchmarks/results/predictions-host.json
 
 The script runs SmolLM2-135M's and Llama-3.2-1B's shapes with random weights: prefill and decode, with one worker and
-with one worker per core. FILE.toml is written on this machine by `megakernel doctor --calibrate FILE.toml`, which
-measures another shape and keeps the best of several undisturbed runs. So a prediction is compared with the fastest
-launch. The output also has the median, which includes the disturbances of a shared machine, and the least time that the
-machine's ceilings allow. The cases take turns, so that a disturbance affects all of them.
+with one worker per core. FILE.toml is written on this machine by calibrate.py, which measures another shape and keeps
+the best of several undisturbed runs. So a prediction is compared with the fastest launch. The output also has the
+median, which includes the disturbances of a shared machine, and the least time that the machine's ceilings allow. The
+cases take turns, so that a disturbance affects all of them.
 """
 
 from __future__ import annotations

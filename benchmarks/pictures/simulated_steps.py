@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
 from numpy.typing import NDArray
+from steps import compiled
 
 from megakernel import machine as machines
-from megakernel.isa import Dtype
 from megakernel.isa.record import phase_number
 from megakernel.model import load_config
 from megakernel.program import SEGMENTS, Program
 from megakernel.runtime import even_step
-from megakernel.scheduler import Options, Spec, compile_program
+from megakernel.scheduler import Options
 from megakernel.scheduler.simulate import simulate
 from megakernel.scheduler.simulate.costs import costs_of
 from megakernel.timeline.resolve import resolve
@@ -28,25 +32,13 @@ MACHINE = machines.load("h100")
 def decode(layers: int) -> Program:
     """Compile a decode step of one sequence for Llama-3.2-1B, with only `layers` layers, on one H100."""
     config = replace(load_config("random:llama-3.2-1b"), layers=layers)
-    return compile_program(Spec(config, MACHINE, dtype=Dtype.BF16, tokens=1, logit_rows=1, max_seqs=1, max_context=256))
+    return compiled(config, MACHINE, 1, context=256)
 
 
 def batch(model: str, tp: int, tokens: int, options: Options) -> Program:
     """Compile a decode step of `tokens` sequences for three layers of a model on `tp` H100s."""
     config = replace(load_config(f"random:{model}"), layers=3)
-    return compile_program(
-        Spec(
-            config,
-            MACHINE,
-            dtype=Dtype.BF16,
-            tokens=tokens,
-            logit_rows=1,
-            max_seqs=tokens,
-            max_context=256,
-            tp=tp,
-            options=options,
-        )
-    )
+    return compiled(config, MACHINE, tokens, context=256, logit_rows=1, seqs=tokens, tp=tp, options=options)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from family import session_times
 from record import made, options, put, text
 from servers import measured, megakernel
 
@@ -74,13 +75,8 @@ _PARTS = {
 def spent() -> Counter[str]:
     """Return the seconds of processor time that the running processes of this Unix session have used, by kind."""
     found: Counter[str] = Counter()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            line = (process / "cmdline").read_bytes().decode(errors="replace")
-            if int(fields[3]) == os.getsid(0):
-                kind = next((kind for kind, part in _PARTS.items() if re.search(part, line)), "engines")
-                found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for line, seconds in session_times(os.getsid(0)):
+        found[next((kind for kind, part in _PARTS.items() if re.search(part, line)), "engines")] += seconds
     return found
 
 

@@ -8,7 +8,6 @@ uses the same cores as the server, so the tokens per second are lower than with 
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+from family import session_times
 from record import options, text, write
 from servers import measured, megakernel, server
 
@@ -26,15 +26,7 @@ SERVE += ["--max-num-batched-tokens", "1024"]
 
 def cpu_seconds(session: int) -> float:
     """Return the seconds of processor time that the running processes of a Unix session have used."""
-    ticks = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # the process has ended
-        if int(fields[3]) == session:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(seconds for _, seconds in session_times(session))
 
 
 def run(python: str, args: Any, log: Path) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from time import perf_counter
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "calibration"))
 
+from calibrate import null_step
 from record import options, text, write
 from steps import backend, compiled
 
@@ -30,7 +32,6 @@ from megakernel import machine as machines
 from megakernel.machine import cpu_count
 from megakernel.model import load_config
 from megakernel.runtime import Chunk, build_step
-from megakernel.serving.bench.calibration import null_step
 
 FEW, MANY = 2, 62
 MODEL, CONTEXT = "random:smollm2-135m", 512

@@ -1,7 +1,10 @@
-"""Measures the memory, open files and threads of a server's processes, by means of /proc."""
+"""Measures the memory, open files, threads and processor time of a server's processes, by means of /proc."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,3 +51,13 @@ def taken(pid: int) -> Taken:
         except (OSError, StopIteration):
             continue  # the process has ended
     return Taken(processes, round(memory * 1024 / 1e6, 1), descriptors, threads)
+
+
+def session_times(session: int) -> Iterator[tuple[str, float]]:
+    """Yield the command line of each process of a Unix session, and the seconds of processor time that it has used."""
+    for process in _PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+            if int(fields[3]) == session:
+                yield line, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

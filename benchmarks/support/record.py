@@ -17,10 +17,11 @@ from megakernel.errors import whole_file
 from megakernel.machine import cpu_count, processor
 
 
-def options(doc: str | None, *, required: bool = False) -> argparse.ArgumentParser:
+def options(
+    doc: str | None, *, required: bool = False, what: str = "write the figures to FILE as JSON"
+) -> argparse.ArgumentParser:
     """Return a command-line parser with the option -o for the output file. The docstring `doc` is its description."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = "write the figures to FILE as JSON"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", required=required, help=what)
     return parser
 

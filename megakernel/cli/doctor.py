@@ -9,13 +9,11 @@ import re
 import shutil
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 
 from .. import machine
 from ..errors import MegakernelError
 from ..model.cache import cache_folder
 from ..model.weight_types import KV_TYPES, WEIGHT_TYPES
-from ..roofline import Ceilings
 from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting
 from . import doctor_gpu, output
@@ -29,16 +27,9 @@ _PACKAGES = (
 _SEEDS, _REPEATS = 3, 20  # per case: sets of random inputs, and runs with each set, which must give equal bits
 _COMPILERS = ("c++", "g++", "clang++", "nvcc")
 
-_FLAGS = """
---calibrate | FILE.toml | - | measure this machine for the simulator (a minute), and write the file for --machine
-    FILE.toml
-"""
 
-
-@verb("doctor", _FLAGS)
+@verb("doctor")
 def run(args: argparse.Namespace) -> int:
-    if args.calibrate and args.calibrate.suffix != ".toml":
-        raise MegakernelError(f"cannot write the machine file {args.calibrate}: its name must end in .toml")
     findings: list[str] = []
     versions = {name: _version(name) for name in _PACKAGES}
     compilers = {name: path for name in _COMPILERS if (path := shutil.which(name))}
@@ -50,8 +41,6 @@ def run(args: argparse.Namespace) -> int:
         findings.append(str(e))
     measured = host_ceilings(machine.cpu_count(), anew=True) if core else None
     ceilings = asdict(measured) if measured else None
-    if args.calibrate and measured:
-        _calibrate(args.calibrate, measured)
     gpus = doctor_gpu.report()
     if gpus["missing"] is None:
         with output.progress("checking every operation on the GPU") as advance:
@@ -112,20 +101,6 @@ def run(args: argparse.Namespace) -> int:
     if report["ok"]:
         output.stdout.print("all is well", style="green")
     return 0 if report["ok"] else 1
-
-
-def _calibrate(path: Path, ceilings: Ceilings) -> None:
-    from megakernel.serving.bench.calibration import calibrate, write_machine
-
-    alone = host_ceilings(1, anew=True)
-    with output.progress("calibrating") as advance:
-        found = calibrate(ceilings, alone, advance)
-    write_machine(path, found)
-    if not found.quiet:
-        output.stderr.print(
-            f"megakernel: warning: other processes used {found.others:.0%} of the cores: calibrate an idle machine"
-        )
-    output.stderr.print(f"wrote {path}")
 
 
 def _shown(setting: Setting) -> str:

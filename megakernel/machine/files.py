@@ -87,7 +87,7 @@ def _check_rates(table: Table, path: Path) -> None:
         if not (isinstance(given, dict) and key in given):
             raise MegakernelError(
                 f"machine file {path}: {section}.{key} is missing, and its base 'host' has only an assumed value: add"
-                " it, or run megakernel doctor --calibrate FILE and use that file as the base"
+                " it, or measure this machine with benchmarks/calibration/calibrate.py and use that file as the base"
             )
 
 

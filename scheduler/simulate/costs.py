@@ -1,6 +1,6 @@
 """The costs that the simulator uses: the rates that machines reach in practice, latencies, and sizes of on-chip memory.
 The costs of GPUs come from microbenchmarks, machine code and published tables, whose sources are named here and in the
-machine files. The costs of CPUs were measured by `megakernel doctor --calibrate`. None was fitted to the time of a
+machine files. The costs of CPUs were measured by benchmarks/calibration/calibrate.py. None was fitted to the time of a
 model's step. docs/simulator.md compares predictions with measurements."""
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _gpu_costs(machine: Machine) -> TaskCosts:
 
 
 # CPUs: _XEON has the rates per core of an Intel Xeon (Cascade Lake, 2.5 GHz) in bfloat16. They were measured with two
-# cores in use, as `megakernel doctor --calibrate` measures them. The results are in benchmarks/results:
+# cores in use, as benchmarks/calibration/calibrate.py measures them. The results are in benchmarks/results:
 # simulate-host.json, simulate-host-attention.json for attention, and cpu-latency-smollm2-135m.json for multiply-adds. A
 # CPU that was not calibrated is assumed to reach the same fractions of its peak rates.
 _XEON = Core(

@@ -266,9 +266,7 @@ def test_timeline(cli: Cli, tmp_path: Path, model: str) -> None:
     [(p, f"{p!r}: it is not the name of a file") for p in ("", ".", "..", "/", "/folder/", "/folder/..", "/tmp")]
     + [("/folder/file.html", "/folder/file.html: /folder is not a folder")],
 )
-@pytest.mark.parametrize(
-    "verb", ["simulate --save", "simulate -o", "timeline --perfetto", "compile -o", "demo -o", "doctor --calibrate"]
-)
+@pytest.mark.parametrize("verb", ["simulate --save", "simulate -o", "timeline --perfetto", "compile -o", "demo -o"])
 def test_a_file_that_cannot_be_written_is_an_error_at_once(cli: Cli, verb: str, path: str, why: str) -> None:
     assert cli.fails(*verb.split(), path).endswith(f"cannot write {why}\n")
 

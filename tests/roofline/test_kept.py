@@ -6,6 +6,7 @@ import os
 from itertools import pairwise
 from pathlib import Path
 
+import calibrate as calibration
 import msgspec
 import pytest
 from commands import Cli
@@ -18,7 +19,7 @@ from megakernel.machine.hardware import Hardware
 from megakernel.roofline import Ceilings, Measured, kept
 from megakernel.roofline.program_step import rate_of
 from megakernel.scheduler.simulate.costs import costs_of
-from megakernel.serving.bench import calibration, ceilings
+from megakernel.serving.bench import ceilings
 
 QUIET, BUSY = 0.01, 0.4
 
@@ -190,10 +191,9 @@ def test_what_is_calibrated_is_no_more_than_the_ceilings(monkeypatch: pytest.Mon
     seconds = [(30e-6, 62e-6, 40e-6, 90e-6), (31e-6, 60e-6, 39e-6, 100e-6)]
     idle = iter([[(one, *size) for one, size in zip(each, sizes, strict=True)] for each in seconds])
     monkeypatch.setattr(calibration, "_idle", lambda cores: next(idle))
-    done: list[tuple[int, int]] = []
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
-    found = calibration.calibrate(most, most, lambda *progress: done.append(progress))
-    assert found.core == Core(1e9, (1.0, 96.0), (6.0, 8.0), (4.0,), (3.0,), 1.0) and done == [(1, 2), (2, 2)]
+    found = calibration.calibrate(most, most)
+    assert found.core == Core(1e9, (1.0, 96.0), (6.0, 8.0), (4.0,), (3.0,), 1.0)
     # 60 us - 30 us, each the shortest time of all rounds
     assert (found.dispatch_s, found.launch_s) == pytest.approx((30e-6 / 300, 28e-6))
     assert found.signal_s == pytest.approx((90e-6 - 39e-6 - 30e-6) / (60 * 5))
@@ -226,18 +226,18 @@ def test_a_core_has_its_share_of_what_all_reach(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(calibration, "_arithmetic", lambda: ({1: 50.0}, {4: 60.0}, {96: 1.0}))
     monkeypatch.setattr(calibration, "_idle", lambda cores: [(30e-6, 20, 5), (62e-6, 320, 5)] * 2)
     alone, both = (Ceilings(1e9, flops, cores, "made up", 1e9) for flops, cores in ((11.0, 1), (16.0, 2)))
-    found = calibration.calibrate(both, alone, lambda *progress: None)
+    found = calibration.calibrate(both, alone)
     assert found.core == Core(1e9, (1.0,), (8.0,), (4.0,), (8.0,), 1.0)
 
 
 def test_a_worker_has_a_thread_unless_it_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, backend = [], calibration._backend
+    made, backend = [], calibration.backend
 
-    def noted(name: str, config: object, dims: object, threads: int) -> object:
+    def noted(*given: object, threads: int) -> object:
         made.append(threads)
-        return backend(name, config, dims, threads)
+        return backend(*given, threads=threads)
 
-    monkeypatch.setattr(calibration, "_backend", noted)
+    monkeypatch.setattr(calibration, "backend", noted)
     monkeypatch.setattr(calibration, "_best", lambda work: 1.0)
     calibration.null_step(2, 1)
     calibration.null_step(2, 1, threads=1)
@@ -250,19 +250,21 @@ def test_a_calibration_that_is_always_disturbed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(calibration, "_idle", lambda cores: [(1.0, 20, 5), (2.0, 320, 5)] * 2)
     most = Ceilings(1e9, 8.0, 1, "made up", cache_bytes_per_s=1e9)
     with pytest.raises(MegakernelError, match="other processes disturb every measurement"):
-        calibration.calibrate(most, most, lambda *progress: None)
+        calibration.calibrate(most, most)
 
 
-def test_doctor_calibrates(probes: list[Measured], tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`doctor --calibrate` runs its real micro-benchmarks, shortened, and writes a machine file with possible rates."""
+def test_this_machine_is_calibrated(probes: list[Measured], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script runs its real micro-benchmarks, shortened, and writes a machine file with possible rates."""
     shortened = {"_ROUNDS": 2, "_BEST_S": 0.01, "_MANY": 4, "_ROWS": (8, 96), "_ATTENTION_ROWS": (4,), "_CONTEXT": 128}
     for name, value in shortened.items():
         monkeypatch.setattr(calibration, name, value)
     probes += [measured(flops=1e15), measured(flops=1e15)]
     path = tmp_path / "mine.toml"
-    assert "must end in .toml" in cli.fails("doctor", "--calibrate", "mine.json")
-    status, _, err = cli.run("doctor", "--calibrate", str(path))
-    assert status == 0 and f"wrote {path}" in err
+    monkeypatch.setattr("sys.argv", ["calibrate.py", "-o", "mine.json"])
+    with pytest.raises(SystemExit):  # the name must end in .toml
+        calibration.main()
+    monkeypatch.setattr("sys.argv", ["calibrate.py", "-o", str(path)])
+    calibration.main()
     found: Hardware = machine.hardware(str(path))
     assert found.core and all(1e6 < rate < 1e15 for rate in found.core.matmul_flops_per_s)
     assert found.chip.sms == machine.cpu_count() and found.rates.bf16 == 1e15

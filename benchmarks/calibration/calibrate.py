@@ -1,11 +1,16 @@
-"""Measures this machine's rates and costs with micro-benchmarks, for the simulator. No step of a model is timed.
+"""Measures this machine's rates and costs with micro-benchmarks, and writes a machine file for the simulator.
 
-The arithmetic rates come from single instructions that run again and again on weights in the CPU caches. The costs of
-set-up and signals come from launches without arithmetic. The fastest of several runs counts, because other work on the
-machine can only slow a run down."""
+    python benchmarks/calibration/calibrate.py -o FILE.toml
+
+This takes about a minute. `megakernel simulate --machine FILE.toml` then predicts steps on this machine's CPU. No step
+of a model is timed. The arithmetic rates come from single instructions that run again and again on weights in the CPU
+caches. The costs of set-up and signals come from launches without arithmetic. The fastest of several runs counts,
+because other work on the machine can only slow a run down.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
@@ -13,22 +18,27 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 import numpy as np
 from msgspec import structs
+from record import options
+from steps import backend, compiled
 
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError, whole_file
-from megakernel.isa import Buffer, Dims, Dtype, Operation, Phase, attention_cost
+from megakernel.isa import Buffer, Operation, Phase, attention_cost
 from megakernel.isa import record as rec
 from megakernel.isa.record import Records
 from megakernel.machine import Core, busy
 from megakernel.model import ModelConfig, load_config
-from megakernel.model.random_checkpoint import RandomCheckpoint
 from megakernel.program import Program, Segment
+from megakernel.program.program import TOTALS
 from megakernel.roofline import QUIET, Ceilings
 from megakernel.roofline.ceilings import last_level_cache
-from megakernel.runtime import Chunk, build_step, create
-from megakernel.scheduler import Options, Spec, compile_program
+from megakernel.runtime import Chunk, build_step
+from megakernel.scheduler import Options
+from megakernel.serving.bench.ceilings import host_ceilings
 
 _ROWS = (1, 2, 4, 8, 12, 24, 48, 96)
 _ATTENTION_ROWS = (1, 4, 16, 32)
@@ -38,7 +48,6 @@ _REPEATS, _ROUNDS = 40, 3
 _BEST_S, _LEAST_RUNS = 0.3, 5
 _LEAST_S = 1e-9  # seconds that stand for a cost too small to measure
 _FEW, _MANY = 2, 62  # layers of two models whose times are compared; the models are equal otherwise
-_TOTALS = ("totals_first", "totals_middle", "totals_last")
 
 
 @dataclass(frozen=True)
@@ -57,17 +66,17 @@ class Calibration:
         return self.others is None or self.others <= QUIET
 
 
-def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int], None]) -> Calibration:
+def calibrate(ceilings: Ceilings, alone: Ceilings) -> Calibration:
     """Run the micro-benchmarks for about a minute, and return the measured rates and times. `ceilings` are the measured
     maximum rates of all cores together, and `alone` the maximum rates of one core while others idle. No instruction's
-    rate may exceed the multiply-add rate that a core has while all cores compute. `on_round` is called with (finished
-    rounds, all rounds)."""
+    rate may exceed the multiply-add rate that a core has while all cores compute.
+    """
     begin = busy.now()
     rounds, idle = [], []
     for number in range(_ROUNDS):
         rounds.append(_arithmetic())
         idle.append(_idle(ceilings.threads))
-        on_round(number + 1, _ROUNDS)
+        print(f"round {number + 1} of {_ROUNDS}", file=sys.stderr)
     most = min(alone.flops, ceilings.flops / ceilings.threads)
     matmul, attention, vector = (_fastest([one[i] for one in rounds], most) for i in range(3))
     dispatch, launch, signal = _synchronisation(idle)
@@ -77,7 +86,8 @@ def calibrate(ceilings: Ceilings, alone: Ceilings, on_round: Callable[[int, int]
 
 def write_machine(path: Path, found: Calibration) -> None:
     """Write a machine file with the measured costs, based on the built-in machine `host`. A failure leaves no partial
-    file."""
+    file.
+    """
     host = machines.hardware(machines.HOST)
     ghz = host.clock_hz
     cache = (found.ceilings.cache_bytes_per_s or 0.0) / found.ceilings.threads / ghz
@@ -103,7 +113,7 @@ def write_machine(path: Path, found: Calibration) -> None:
         "core": structs.asdict(found.core),
     }
     lines = [
-        f"# Measured on {date.today().isoformat()} by `megakernel doctor --calibrate`.",
+        f"# Measured on {date.today().isoformat()} by benchmarks/calibration/calibrate.py.",
         f"# During the measurement other processes used {known} of the CPU time.",
         "# A core stands for an SM and the last-level cache for L2. The clock counts nanoseconds.",
         'base = "host"',
@@ -141,38 +151,18 @@ def _config(layers: int) -> ModelConfig:
     return replace(base, layers=layers, hidden=1024, ffn=1024, heads=16, kv_heads=4, head_dim=64, vocab=1024)
 
 
-def _compiled(config: ModelConfig, workers: int, tokens: int, norm: str = "auto") -> Program:
-    return compile_program(
-        Spec(
-            config,
-            machines.host(workers),
-            dtype=Dtype.BF16,
-            tokens=tokens,
-            logit_rows=1,
-            max_seqs=1,
-            max_context=_CONTEXT,
-            options=Options(norm=norm),
-        )
-    )
-
-
-def _backend(name: str, config: ModelConfig, dims: Dims, threads: int) -> Any:
-    checkpoint = RandomCheckpoint("random", config, seed=0)
-    return create(name, checkpoint, dims, dims.bucket.pages_per_seq, threads=threads)
-
-
 def _arithmetic() -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
     """Measure the FLOP/s of one core. Return three dicts from sizes to rates: for matmul tiles, attention and norms. A
     size is a number of rows or, for attention, of (query row, head) pairs. Each rate compares launches that run an
     instruction once and many times, so that the cost of launch and call cancels."""
     config, most = _config(1), max(_ROWS)
-    program = _compiled(config, 1, most, norm="own")
+    program = compiled(config, machines.host(1), most, context=_CONTEXT, options=Options(norm="own"))
     dims = program.dims
     body = program.forward.body
     matmul = next(phase for phase in body if phase.weights is Buffer.W_O)
     attention = next(phase for phase in body if phase.operation is Operation.ATTENTION)
     norm = next(phase for phase in body if phase.operation is Operation.NORM)
-    cpu = _backend("cpu", config, dims, 1)
+    cpu = backend("cpu", config, dims, threads=1)
 
     def seconds_each(phase: Phase, operands: tuple[int, ...], start: int, rows: int) -> float:
         one = rec.encode(phase.number, operands)
@@ -208,7 +198,7 @@ def _repeated(program: Program, one: Records, times: int) -> Program:
     """Return `program` with all instructions replaced by `times` copies of the encoded instruction `one`."""
     nothing = Segment(np.zeros((0, rec.WORDS), np.int32), np.zeros(2, np.int32))
     body = Segment(np.tile(one, (times, 1)), np.array([0, times], np.int32))
-    unsignalled = {name: np.zeros_like(getattr(program, name)) for name in _TOTALS}
+    unsignalled = {name: np.zeros_like(getattr(program, name)) for name in TOTALS}
     return replace(program, prologue=nothing, body=body, epilogue=nothing, **unsignalled)
 
 
@@ -233,8 +223,8 @@ def null_step(workers: int, layers: int, *, threads: int | None = None) -> tuple
     """Time launches of a one-token step whose instructions do no arithmetic. Returns the seconds of the shortest
     launch, the number of instructions of each worker and the number of phases of a layer. Each worker has a thread,
     unless `threads` says otherwise."""
-    program = _compiled(_config(layers), workers, 1)
-    null = _backend("null", _config(layers), program.dims, threads or workers)
+    program = compiled(_config(layers), machines.host(workers), 1, context=_CONTEXT)
+    null = backend("null", _config(layers), program.dims, threads=threads or workers)
     table = build_step(program.dims, [Chunk(0, 0, [0], range(program.dims.bucket.pages_per_seq))])
     seconds = _best(lambda: null.launch(program, table))
     null.close()
@@ -251,3 +241,19 @@ def _best(work: Callable[[], object]) -> float:
         work()
         times.append(perf_counter() - begin)
     return min(times)
+
+
+def main() -> None:
+    parser = options(__doc__, required=True, what="write the machine file FILE, whose name ends in .toml")
+    path: Path = parser.parse_args().output
+    if path.suffix != ".toml":
+        parser.error(f"cannot write the machine file {path}: its name must end in .toml")
+    ceilings, alone = (host_ceilings(threads, anew=True) for threads in (machines.cpu_count(), 1))
+    found = calibrate(ceilings, alone)
+    write_machine(path, found)
+    if not found.quiet:
+        print(f"other processes used {found.others:.0%} of the cores: calibrate an idle machine", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
