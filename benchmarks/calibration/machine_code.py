@@ -356,7 +356,7 @@ def compile_code(build: cuda.Build) -> Code:
         raise MegakernelError("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "megakernel.cubin"
-        file.write_bytes(cuda.compiler().compile(build).code)
+        file.write_bytes(cuda.compiled(build).code)
         return disassemble(tool, file)
 
 

@@ -125,8 +125,7 @@ class Built:
 def built(request: pytest.FixtureRequest) -> Built:
     """Return the machine code of one build: for tensor cores or dot products; with the code for experts,
     with that for wide heads and norms, or with neither; with or without tracing. Compiling fails if ptxas reports slow
-    code, which is a serialised wgmma or an ignored setmaxnreg. If nvcc is installed, it compiles the builds for tensor
-    cores. NVRTC, which is used at run time, compiles all others."""
+    code, which is a serialised wgmma or an ignored setmaxnreg."""
     numerics, *traced = request.param.split()
     return build(numerics, bool(traced))
 
@@ -134,11 +133,9 @@ def built(request: pytest.FixtureRequest) -> Built:
 def build(numerics: str, traced: bool = False) -> Built:
     if (tool := sass.disassembler()) is None:
         extras.lacks("dev")
-    nvcc = cuda.nvcc_path()
-    compiler = cuda.nvcc(nvcc) if nvcc and numerics == "tensor" else cuda.compiler()
     units = Units.DOTS if "dots" in numerics else Units.TENSOR
     generic = Build(traced, units, experts="experts" in numerics, wide="wide" in numerics)
-    cubin = cubins.compiled(compiler, machine_code.one_row_build() if "one-row" in numerics else generic)
+    cubin = cubins.compiled(machine_code.one_row_build() if "one-row" in numerics else generic)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin.code)
         file.flush()

@@ -20,7 +20,6 @@ from fake_gpu import ROOT, Arguments, HostKernel, no_compiler, run, view
 from megakernel.machine import MACHINES
 from megakernel.model import KNOWN_SHAPES, ModelConfig
 from megakernel.program import load_program
-from megakernel.runtime.cuda import compile
 from megakernel.scheduler.simulate import simulate
 from megakernel.trace import DTYPE, Trace
 
@@ -181,15 +180,9 @@ def test_tests_for_a_gpu_are_collected_without_the_packages_that_lack_there() ->
     assert done.returncode == 0 and "test_gpu.py::test_switches_change_no_bit" in done.stdout, done.stdout[-2000:]
 
 
-def test_the_probes_compile(tmp_path: Path) -> None:
-    """The CUDA code in probe_gpu.py compiles with nvcc or, if nvcc is missing, with NVRTC, which CuPy calls."""
+def test_the_probes_compile() -> None:
+    """The CUDA code in probe_gpu.py compiles with NVRTC, which CuPy calls."""
     source = (SPEED / "probe_gpu.py").read_text().split('SOURCE = r"""')[1].split('"""')[0]
-    if nvcc := compile.nvcc_path():
-        (tmp_path / "probe.cu").write_text(source)
-        command = [nvcc, "-cubin", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Werror", "all-warnings"]
-        done = subprocess.run([*command, "probe.cu"], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return
     extras.needs("cuda")
     from cuda.bindings import nvrtc
 

@@ -12,7 +12,7 @@ import sass
 from megakernel import machine as machines
 from megakernel.errors import MegakernelError
 from megakernel.machine import ONE_ROW, Path
-from megakernel.runtime.cuda.compile import Build, Compiler
+from megakernel.runtime.cuda.compile import Build
 from megakernel.targets.issue import SAMPLE_GROUP
 
 # The limits for cycles found in machine code, divided by the declared cycles. Compilers differ a little; beyond these
@@ -25,7 +25,7 @@ def codes() -> Iterator[dict[Build, sass.Code]]:
     if sass.disassembler() is None:
         extras.lacks("dev")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Compiler, "compile", cubins.compiled)
+        patch.setattr(machine_code.cuda, "compiled", cubins.compiled)
         yield machine_code.compile_codes()
 
 
@@ -48,7 +48,7 @@ def test_the_paths_of_an_instruction_are_as_long_as_declared(codes: dict[Build, 
     for name, found in machine_code.paths_of(codes).items():
         cycles, *others = (*declared[name], 0.0)[:3]
         assert found.cycles == pytest.approx(cycles, rel=0.1), name
-        assert found[1:3] == pytest.approx(others, rel=0.2, abs=0.25), name  # nvcc and the NVRTCs differ more in these
+        assert found[1:3] == pytest.approx(others, rel=0.2, abs=0.25), name  # NVRTCs differ more in these
     groups = [machine_code.Paths(code, build).sample_entries() for build, code in codes.items()]
     assert min(groups) == SAMPLE_GROUP
 

@@ -5,16 +5,18 @@ from pathlib import Path
 
 from built_once import built_once
 
-from megakernel.runtime.cuda.compile import Build, Compiler, Cubin, key
+from megakernel.runtime.cuda import compile
+from megakernel.runtime.cuda.compile import Build, Cubin
 
-_COMPILE = Compiler.compile
+_COMPILE = compile.compiled
 
 
-def compiled(compiler: Compiler, build: Build) -> Cubin:
-    """Return the cubin that `compiler.compile` returns. Only the first call for these sources compiles it."""
+def compiled(build: Build) -> Cubin:
+    """Return what `compile.compiled` returns. Only the first call for these sources compiles it."""
 
     def make(target: Path) -> None:
-        target.write_bytes(pickle.dumps(_COMPILE(compiler, build)))
+        target.write_bytes(pickle.dumps(_COMPILE(build)))
 
-    cubin: Cubin = pickle.loads(built_once("cubin", key(compiler, build).encode(), make).read_bytes())
+    key = compile.key(compile.compiler(), build)
+    cubin: Cubin = pickle.loads(built_once("cubin", key.encode(), make).read_bytes())
     return cubin

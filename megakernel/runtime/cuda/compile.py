@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC, or with nvcc if NVRTC is missing.
+"""Compiles csrc/cuda into a cubin (GPU machine code) at first use, with NVRTC.
 
 Cubins are cached on disk. A cubin's name is a hash of everything it depends on, so an outdated one is never used.
 `python -m megakernel.runtime.cuda.compile` fills the cache in advance, including the variants for benchmarks.
@@ -10,16 +10,13 @@ import functools
 import hashlib
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ...errors import MegakernelError, regular
+from ...errors import MegakernelError, regular, whole_file
 from ...isa import FIXED_SIZES, Dims, Forward, Units
 from ...library import source_folder
 from ...model.cache import cache_folder
@@ -29,9 +26,7 @@ from .limits import wide
 
 KERNEL = "megakernel"
 # Profilers, and tests that inspect the machine code, need information about source lines.
-_FLAGS = ["-std=c++20", "-lineinfo", "--ptxas-options=-v"]
-_NVRTC_ARCH = ["--gpu-architecture=sm_90a"]
-_NVCC_ARCH = ["-gencode=arch=compute_90a,code=sm_90a"]
+_FLAGS = ["--gpu-architecture=sm_90a", "-std=c++20", "-lineinfo", "--ptxas-options=-v"]
 # Messages in which the assembler ptxas says that it ignores setmaxnreg or serialises wgmma. Such code is several times
 # slower, but ptxas does not treat this as an error.
 _SLOW = re.compile(r"\(C75\d\d\)[^\n]*")
@@ -80,21 +75,6 @@ class Cubin:
     log: str
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A compiler for csrc/cuda: nvcc at this path, or NVRTC if `nvcc` is None."""
-
-    version: str
-    nvcc: str | None = None
-
-    def compile(self, build: Build) -> Cubin:
-        """Compile one variant. Raises MegakernelError for the first error, or if the compiler reports slow code."""
-        cubin = _with_nvcc(self.nvcc, build.defines) if self.nvcc else _with_nvrtc(build.defines)
-        if slow := _SLOW.search(cubin.log):
-            raise MegakernelError(f"{self.version} compiled csrc/cuda into slow code: {slow[0]}; try another compiler")
-        return cubin
-
-
 def sources() -> dict[str, bytes]:
     """Return the contents of all source files that a cubin depends on, by their path relative to csrc."""
     folder = source_folder()
@@ -103,86 +83,53 @@ def sources() -> dict[str, bytes]:
 
 
 @functools.cache
-def compiler() -> Compiler:
-    """Return NVRTC if it is installed, otherwise nvcc. Raises MegakernelError if there is neither."""
+def compiler() -> str:
+    """Return the name and the version of the compiler. Raises MegakernelError if NVRTC is not installed."""
     try:
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-        return Compiler(f"NVRTC {major}.{minor}")
-    except (ImportError, RuntimeError):
-        pass
-    if path := nvcc_path():
-        return nvcc(path)
-    raise MegakernelError("there is no CUDA compiler: pip install nvidia-cuda-nvrtc")
+    except (ImportError, RuntimeError) as e:
+        raise MegakernelError("there is no CUDA compiler: pip install nvidia-cuda-nvrtc") from e
+    return f"NVRTC {major}.{minor}"
 
 
-def nvcc_path() -> str | None:
-    """Return the path of nvcc, found in PATH or in CUDA's default folder; None if there is no nvcc."""
-    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-
-def nvcc(path: str) -> Compiler:
-    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    release = re.search(r"release [\d.]+, V([\d.]+)", answer)
-    return Compiler(f"nvcc {release[1] if release else answer}", path)
+def compiled(build: Build) -> Cubin:
+    """Compile one variant. Raises MegakernelError for the first error, or if the compiler reports slow code."""
+    cubin = _with_nvrtc(build.defines)
+    if slow := _SLOW.search(cubin.log):
+        raise MegakernelError(f"{compiler()} compiled csrc/cuda into slow code: {slow[0]}; try another version")
+    return cubin
 
 
 def cubin(build: Build) -> bytes:
     """Return the machine code of the interpreter, from the cache or compiled now. Compiling takes half a minute, which
     is announced on a terminal."""
-    with_ = compiler()
-    path = cache_folder() / "cubin" / f"{key(with_, build)}.cubin"
-    try:
+    path = cache_folder() / "cubin" / f"{key(compiler(), build)}.cubin"
+    with suppress(OSError):
         return regular(path).read_bytes()
-    except OSError:
-        pass
     terminal = sys.stderr.isatty()
     if terminal:
         few = " for few rows" if build.units is Units.DOTS else ""
         models = " with experts" if build.experts else " with wide heads" if build.wide else ""
         parts = f"{models}{' with tracing' if build.trace else ''}"
         what = f"the CUDA interpreter{few}{parts}"
-        print(f"compiling {what} with {with_.version}, once ...", file=sys.stderr, flush=True)
-    code = with_.compile(build).code
-    _store(path, code)
+        print(f"compiling {what} with {compiler()}, once ...", file=sys.stderr, flush=True)
+    code = compiled(build).code
+    with suppress(OSError, MegakernelError):  # without a cache, the next process compiles again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, f"cubin {path}") as part:
+            part.write_bytes(code)
     return code
 
 
-def key(with_: Compiler, build: Build) -> str:
+def key(version: str, build: Build) -> str:
     """Return a hash of all that the machine code depends on: the compiler's version, flags, and source files."""
-    digest = hashlib.sha256(repr((with_.version, _FLAGS, _NVRTC_ARCH, _NVCC_ARCH, *build.defines)).encode())
+    digest = hashlib.sha256(repr((version, _FLAGS, *build.defines)).encode())
     for name, text in sources().items():
         digest.update(f"{name} {len(text)} ".encode())
         digest.update(text)
     return digest.hexdigest()[:32]
-
-
-def _store(path: Path, code: bytes) -> None:
-    """Store a cubin in the cache, completely or not at all. If this fails, the next process compiles again."""
-    part = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as f:
-            part = Path(f.name)
-            f.write(code)
-            f.flush()
-            os.fsync(f.fileno())
-        part.replace(path)
-    except OSError:
-        if part is not None:
-            part.unlink(missing_ok=True)
-
-
-def _with_nvcc(path: str, defines: list[str]) -> Cubin:
-    folder = source_folder() / "cuda"
-    with tempfile.TemporaryDirectory() as scratch:
-        target = Path(scratch) / "megakernel.cubin"
-        command = [path, "-cubin", *_NVCC_ARCH, *_FLAGS, *defines, "-o", str(target)]
-        done = subprocess.run([*command, "megakernel.cu"], cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise _failed(done.stderr)
-        return Cubin(target.read_bytes(), done.stderr)
 
 
 def _with_nvrtc(defines: list[str]) -> Cubin:
@@ -197,7 +144,7 @@ def _with_nvrtc(defines: list[str]) -> Cubin:
     text = (folder / "megakernel.cu").read_bytes()
     program = check(nvrtc.nvrtcCreateProgram(text, b"megakernel.cu", 0, None, None))
     try:
-        options = [*_NVRTC_ARCH, *_FLAGS, *defines, f"-I{folder}"]
+        options = [*_FLAGS, *defines, f"-I{folder}"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         # NVRTC writes into this object. CPython shares byte strings of length 1, so use at least two bytes.
         log = b" " * max(2, check(nvrtc.nvrtcGetProgramLogSize(program)))
