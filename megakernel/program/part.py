@@ -1,4 +1,4 @@
-"""Decodes a program's instructions for the checks and the verifier, and finds the data that they access."""
+"""Decodes a program's instructions, and finds the data that they access and the counters that they signal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from ..isa import BUFFERS, Access, Buffer, Dims, Phase, accesses
 from ..isa import record as bits
+from ..isa.ragged import ragged
+from ..isa.record import Records
 from .phases import Ints, phases_of
 from .program import SEGMENTS, Program, Segment
 
@@ -42,6 +44,34 @@ def _words(words: NDArray[np.int32]) -> Word:
         word & bits.NEXT != 0,
         word & bits.INDEXED != 0,
     )
+
+
+@dataclass(frozen=True)
+class Signals:
+    """All signals that records (instructions) may send, sorted by record: the counter, and the rank it is on. For some
+    signals, the step table decides at run time, so there is an entry for each possibility. An INDEXED signal may go to
+    the counter of any row block (group of token rows). An OWNER signal goes to the rank that owns the row block."""
+
+    record: Ints
+    rank: Ints
+    counter: Ints
+    ahead: Ints  # 1 if the counter is in the next layer's block, else 0
+    maybe: Mask  # whether the step table selects the counter among several
+
+    @staticmethod
+    def of(program: Program, records: Records) -> Signals:
+        words = _words(bits.signals(records))
+        copies = np.where(words.indexed, program.dims.bucket.row_blocks, 1)
+        everyone = words.rank == bits.ALL_RANKS
+        at, nth = ragged(copies * np.where(everyone, program.ranks, 1))
+        rank = np.where(everyone[at], nth // copies[at], words.rank[at])
+        return Signals(
+            record=words.row[at],
+            rank=np.where(rank == bits.OWNER, nth % program.ranks, rank),
+            counter=words.counter[at] + nth % copies[at],
+            ahead=words.next[at].astype(np.int64),
+            maybe=copies[at] > 1,
+        )
 
 
 class Part:

@@ -16,9 +16,10 @@ from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..machine import MACHINES, Machine
 from ..program import Program
+from ..program.part import Signals
 from ..trace import EPILOGUE, PROLOGUE, IntervalKind, Intervals, Trace
 from .spans import Floats, Ints, Mask
-from .waits import Causes, Signals, Waits, causes
+from .waits import Causes, Waits, causes
 
 _SLOT = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("slot")
 WORK = (IntervalKind.COMPUTE, IntervalKind.STORE)

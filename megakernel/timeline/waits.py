@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ..isa import JOIN, Operation
 from ..isa import record as rec
-from ..isa.ragged import ragged
 from ..isa.record import Records
 from ..program import Program
-from .spans import Ints, Mask
+from ..program.part import Signals
+from .spans import Ints
 
 _GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 
@@ -35,36 +35,6 @@ class Waits:
         groups = np.where(attention, records[:, _GROUPS], 1)
         members = np.where(words & rec.INDEXED, program.dims.bucket.row_blocks * groups[:, None], 1).astype(np.int64)
         return Waits(rec.word_counter(words).astype(np.int64), members, (words & rec.NEXT != 0).astype(np.int64))
-
-
-@dataclass(frozen=True)
-class Signals:
-    """All signals that records (instructions) may send, sorted by record: the counter, and the rank it is on. For some
-    signals, the step table decides at run time, so there is an entry for each possibility. An INDEXED signal may go to
-    the counter of any row block (group of token rows). An OWNER signal goes to the rank that owns the row block."""
-
-    record: Ints
-    rank: Ints
-    counter: Ints
-    ahead: Ints  # 1 if the counter is in the next layer's block, else 0
-    maybe: Mask  # whether the step table selects the counter among several
-
-    @staticmethod
-    def of(program: Program, records: Records) -> Signals:
-        words = rec.signals(records)
-        record, slot = np.nonzero(words)
-        word = words[record, slot]
-        copies = np.where(word & rec.INDEXED, program.dims.bucket.row_blocks, 1)
-        everyone = rec.word_rank(word) == rec.ALL_RANKS
-        at, nth = ragged(copies * np.where(everyone, program.ranks, 1))
-        rank = np.where(everyone[at], nth // copies[at], rec.word_rank(word)[at]).astype(np.int64)
-        return Signals(
-            record=record[at],
-            rank=np.where(rank == rec.OWNER, nth % program.ranks, rank),
-            counter=rec.word_counter(word)[at].astype(np.int64) + nth % copies[at],
-            ahead=(word[at] & rec.NEXT != 0).astype(np.int64),
-            maybe=copies[at] > 1,
-        )
 
 
 @dataclass(frozen=True)

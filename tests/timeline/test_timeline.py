@@ -22,13 +22,14 @@ from megakernel.errors import MegakernelError
 from megakernel.isa.record import ALL_RANKS
 from megakernel.isa.record import counter_word as word
 from megakernel.program import Program
+from megakernel.program.part import Signals
 from megakernel.timeline import compare, page, render, resolve, summarise, write_perfetto
 from megakernel.timeline.compare import Comparison
 from megakernel.timeline.overlap import compute_bound
 from megakernel.timeline.resolve import Resolved
 from megakernel.timeline.resources import curves, peaks
 from megakernel.timeline.summary import Summary
-from megakernel.timeline.waits import Causes, Signals
+from megakernel.timeline.waits import Causes
 from megakernel.trace import EPILOGUE, PROLOGUE, IntervalKind, Role, Trace
 from megakernel.units import bytes_text, figure, scaled, seconds
 

@@ -23,6 +23,7 @@ from ... import trace as tracing
 from ...isa import StepTable, record
 from ...library import structure
 from ...program import SEGMENTS, Program
+from ...program.part import Signals
 from ...targets.launch import AWAITED, BODY, COUNTER, EPILOGUE, PROLOGUE, SERVICE_WARPS, WARPS
 from ..reference.launch import Blocked, Counters, ReferenceLaunch, StreamPlace
 
@@ -192,21 +193,16 @@ def _key(place: StreamPlace) -> tuple[int, int]:
 
 
 def _signallers(program: Program, wait: Wait) -> list[str]:
-    """Return the names of the phases whose instructions signal the counter that `wait` waits for."""
+    """Return the names of the phases whose instructions may signal the counter that `wait` waits for."""
     layers, block = program.dims.model.layers, _block(program, wait)
-    ways = {PROLOGUE: (block == 0, False), BODY: (block < layers, block > 0), EPILOGUE: (block == layers, False)}
-    numbers: set[int] = set()
-    for segment, (same, following) in ways.items():
-        records, _ = program.numbered(segment)
-        for word in (records[:, i] for i in range(record.SIGNAL_WORD, record.WORDS)):
-            first = (word & record.COUNTER_MASK) - 1
-            grid = (word & record.INDEXED) != 0
-            reached = (first == wait.index) | grid & (first <= wait.index)
-            goes = np.where((word & record.NEXT) != 0, following, same)
-            rank = record.word_rank(word)
-            hits = (word != 0) & reached & goes & (np.isin(rank, (wait.rank, record.ALL_RANKS, record.OWNER)))
-            numbers |= set(record.phase_number(records[hits]).tolist())
-    return [program.forward.by_number[number].name for number in sorted(numbers)]
+    records, segment, _ = program.every
+    signals = Signals.of(program, records)
+    # For each segment: whether a signal to its own block of counters, or to the next block, reaches the wait's block.
+    reaches = np.array([(block == 0, False), (block < layers, block > 0), (block == layers, False)])
+    hits = (signals.counter == wait.index) & (signals.rank == wait.rank)
+    hits &= reaches[segment[signals.record], signals.ahead]
+    numbers = np.unique(record.phase_number(records[signals.record[hits]])).tolist()
+    return [program.forward.by_number[number].name for number in numbers]
 
 
 def _block(program: Program, wait: Wait) -> int:
