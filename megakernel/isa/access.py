@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .buffers import Buffer
 from .dims import Dims
 from .record import Column
 
 Columns = Mapping[str, Column]  # for each operand's name, its values: one per instruction
+Sizes = TypeVar("Sizes", NDArray[np.int64], NDArray[np.float64])
 
 OWN, EVERY = -1, -2  # special values of Access.rank: the instruction's own rank, and every rank
 
@@ -71,6 +76,14 @@ class Access:
     index: Index = Index.NONE
     rank: int | Column | None = OWN
     share: float = 1.0
+
+
+def by_rank(rank: int | Column | None, size: Sizes, own: NDArray[np.int64] | int, ranks: int) -> Sizes:
+    """Return the bytes that n accesses of `size` [n] bytes touch in each rank's copy of the buffer: [n, ranks]. `rank`
+    is the field of `Access`, but not None. `own` is the rank of the instructions."""
+    to = rank if isinstance(rank, np.ndarray) else np.array(own if rank == OWN else rank)
+    found: Sizes = np.where((to[..., None] == np.arange(ranks)) | (to[..., None] == EVERY), size[:, None], 0)
+    return found
 
 
 def item_columns(buffer: Buffer, dims: Dims, first: int, end: int) -> tuple[int, int]:

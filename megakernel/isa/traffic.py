@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .access import EVERY, OWN, Access, Columns, Index, Kind
+from .access import Access, Columns, Index, Kind, by_rank
 from .buffers import BUFFERS
 from .dims import Dims
 from .opcodes import Operation
@@ -99,12 +99,8 @@ def _stored(access: Access, d: Dims) -> Bytes:
         np.add.at(owned, d.owner(first), np.minimum(d.bucket.row_block, d.bucket.tokens - first))
         # `size[0]` is the size of all token rows. Each row is stored once, in the copy of the row's owner.
         out[:] = owned * int(size[0] // d.bucket.tokens)
-    elif isinstance(access.rank, np.ndarray):
-        out[np.arange(len(size)), access.rank] = size
-    elif access.rank == EVERY:
-        out[:] = size[:, None]
-    elif access.rank != OWN:
-        out[:, access.rank] = size
+    else:
+        out = by_rank(access.rank, size, d.split.rank, d.split.tp)
     if access.index is Index.ITEM:
         whole, n = out[0], len(size)
         out = whole // n + (np.arange(n)[:, None] < whole % n)

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from megakernel.isa import (
     BUFFERS,
     DRAIN,
-    EVERY,
-    OWN,
     Buffer,
     Dims,
     Index,
@@ -31,7 +29,7 @@ from megakernel.isa import (
     itemsize,
 )
 from megakernel.isa import record as rec
-from megakernel.isa.access import Columns
+from megakernel.isa.access import Columns, by_rank
 from megakernel.isa.operations.attention import item_work, read_blocks
 from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
@@ -252,7 +250,7 @@ def _activations(
             wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
             of_table = access.index is Index.LOGIT_ROW  # the step's inputs select these rows
             high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
-            tasks.stores[task] += _targets(access.rank, wide * high * access.share, rank, dims)
+            tasks.stores[task] += by_rank(access.rank, wide * high * access.share, rank, dims.split.tp)
     if reads:
         tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)
         key = keys.rows(reads[0], columns["row"])
@@ -345,13 +343,6 @@ def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) 
     return found | {"start_s": start, "end_s": paths[_ENDS.get(phase.result, "end_partial")].cold}
 
 
-def _targets(rank: int | Int32s | None, size: Floats, own: Ints | int, dims: Dims) -> Floats:
-    """Return the bytes that each task stores on each rank: [tasks, ranks]. `rank` comes from the declaration of an
-    access: a number, one number per task, EVERY or OWN. `size` has the bytes of each task, and `own` its rank."""
-    to = np.array(own if rank == OWN else rank) if not isinstance(rank, np.ndarray) else rank
-    return np.where((to[..., None] == np.arange(dims.split.tp)) | (to[..., None] == EVERY), size[:, None], 0.0)
-
-
 def _attention(
     tasks: _Tasks, keys: _Keys, phase: Phase, records: Records, items: _Items, view: StepTable, costs: TaskCosts
 ) -> None:
@@ -376,7 +367,7 @@ def _attention(
     access = next(a for a in accesses(phase, phase.columns(records[:1]), dims) if a.kind is Kind.WRITE)
     owner = access.rank if access.rank is not None else dims.owner(row).astype(np.int32)
     out_key = keys.rows(access.buffer, view.item_row[item])
-    for to, part in enumerate(_targets(owner, size, dims.split.rank, dims).T):
+    for to, part in enumerate(by_rank(owner, size, dims.split.rank, dims.split.tp).T):
         np.add.at(tasks.stores[:, to], task, part)
         keys.bytes[to] = np.maximum(keys.bytes[to], np.bincount(out_key, weights=part, minlength=keys.count))
     ring = np.zeros(len(item))
