@@ -85,7 +85,6 @@ class Engine {
     if (sent) time = links_.next();
     if (time == kNever) return false;
     now_ = std::max(now_, time);
-    ++result_.events;
     if (sent) {
       Worker& w = workers_[links_.pop(now_)];
       --w.store_flows;

@@ -95,7 +95,7 @@ struct Costs {
 struct Result {
   double step_s;  // infinity if the step takes longer than the caller wants to know
   double memory_bytes, cache_bytes, link_bytes;  // totals over all ranks, including write-backs
-  int64_t events, intervals;
+  int64_t intervals;
   // After a deadlock: the first stream that never ends, and the record and layer in which it waits. A
   // stuck_stream of -1 means that all streams have ended.
   int32_t stuck_stream = -1, stuck_record, stuck_layer;

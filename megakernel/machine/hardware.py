@@ -6,10 +6,10 @@ dense matrices and count a multiply-add as two. The numbers, with a source for e
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import ceil, exp, log
+from math import ceil
 from typing import Annotated, Literal, NamedTuple
 
+import numpy as np
 from msgspec import Meta, Struct, field
 
 from ..errors import MegakernelError
@@ -165,14 +165,9 @@ class Curve(_Section, frozen=True):
     def at(self, message_bytes: float) -> float:
         """Return the bytes/s for a message size, by interpolating logarithms. A message smaller than all measured ones
         takes as long as the smallest measured one."""
-        points = list(zip(self.message_bytes, self.bus_bytes_per_s, strict=True))
-        if message_bytes <= points[0][0]:
-            return points[0][1] * message_bytes / points[0][0]
-        for (low, slow), (high, fast) in pairwise(points):
-            if message_bytes <= high:
-                part = log(message_bytes / low) / log(high / low)
-                return exp(log(slow) + part * log(fast / slow))
-        return points[-1][1]
+        if message_bytes <= self.message_bytes[0]:
+            return self.bus_bytes_per_s[0] * message_bytes / self.message_bytes[0]
+        return float(np.exp(np.interp(np.log(message_bytes), np.log(self.message_bytes), np.log(self.bus_bytes_per_s))))
 
 
 class Level(Struct, frozen=True):

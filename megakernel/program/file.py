@@ -96,12 +96,7 @@ def _decode(data: bytes) -> Program:
         array = np.frombuffer(data, "<i4", count=words, offset=start).astype(np.int32, copy=False)
         arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
         start += 4 * words
-    for name in TOTALS:
-        if min(ranks, counters) < 1 or len(arrays[name]) != ranks * counters:
-            raise ValueError(
-                f"the array {name} has {len(arrays[name])} numbers, but {ranks} ranks need {counters} each"
-            )
     segments: dict[str, Any] = {n: Segment(arrays[f"{n}.records"], arrays[f"{n}.offsets"]) for n in _SEGMENTS}
-    totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}
+    totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}  # raises ValueError
     dims = Dims.of(**msgspec.structs.asdict(header.dims))
     return Program(dims, forward, header.machine, ranks, header.workers, counters, **segments, **totals)

@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from megakernel.errors import MegakernelError
-from megakernel.isa import StepTable, Units, cost, slot_work
+from megakernel.isa import StepTable, Units, slot_work
 from megakernel.machine import Machine
 from megakernel.program import Program, check
 from megakernel.scheduler.simulate.costs import TaskCosts, costs_of
@@ -31,9 +31,8 @@ _SIMULATED_LAYERS = 3  # in `extrapolated_seconds`; csrc/simulate/pace.h says wh
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of a simulated step. `step_s` is the time from the launch to the last event. Bytes and FLOPs are sums
-    over all ranks. Data that the cache evicts, writes back to memory and loads again count each time. `events` is the
-    number of events that the simulator processed.
+    """The result of a simulated step. `step_s` is the time from the launch to the last event. Bytes are sums over all
+    ranks. Data that the cache evicts, writes back to memory and loads again count each time.
     """
 
     step_s: float
@@ -41,8 +40,6 @@ class Simulation:
     memory_bytes: float
     cache_bytes: float
     link_bytes: float
-    matrix_flops: float
-    events: int
     trace: Trace | None
 
 
@@ -73,8 +70,6 @@ def simulate(
         memory_bytes=result.memory_bytes,
         cache_bytes=result.cache_bytes,
         link_bytes=result.link_bytes,
-        matrix_flops=_matrix_flops(program, table),
-        events=result.events,
         trace=kept,
     )
 
@@ -147,12 +142,3 @@ def _check(program: Program, work: Work, costs: TaskCosts, result: ctypes.Struct
         f"the program never ends: rank {rank} worker {worker} waits at record"
         f" {record['number']} ({name}, layer {result.stuck_layer}); check the program with megakernel verify"
     )
-
-
-def _matrix_flops(program: Program, table: StepTable) -> float:
-    """Return the FLOPs of the matmuls and the attention of all ranks, including those of padding rows."""
-    total = 0.0
-    for segment, runs in enumerate((1, program.dims.model.layers, 1)):
-        for phase, dims, _, columns in program.by_phase(segment):
-            total += runs * float(cost(phase, columns, dims).matrix_flops.sum())
-    return total + program.dims.model.layers * float(slot_work(table)[:, :, 0].sum())

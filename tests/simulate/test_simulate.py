@@ -447,7 +447,6 @@ def test_the_same_program_takes_the_same_time() -> None:
     table, machine = step_of(program), machine_of(program)
     runs = [simulate(program, machine, table, trace=trace) for trace in (False, True)]
     assert runs[0].step_s == runs[1].step_s
-    assert runs[0].events == runs[1].events
 
 
 def test_a_deadlock_is_an_error_that_names_who_waits() -> None:
