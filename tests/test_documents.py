@@ -228,11 +228,13 @@ def test_flags_exist(document: Path) -> None:
 
 @EACH_DOCUMENT
 def test_places_exist(document: Path) -> None:
-    """The targets of a document's links exist, and so do the files whose paths it shows in backticks. A path may omit
-    the folder megakernel/ at its start, and may contain the wildcard *."""
+    """The targets of a document's links exist, and records of results have a date. The files whose paths it shows in
+    backticks exist. A path may omit the folder megakernel/ at its start, and may contain the wildcard *."""
     text = _FENCE.sub("", CHANGE.sub("", document.read_text()))
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert "://" in link or (document.parent / link).exists(), link
+        if re.search(r"/results/.*\.json$", link):
+            assert '"recorded": "' in (document.parent / link).read_text(), f"{link} does not say when it was made"
     for link, anchor in re.findall(r"\]\(([^):#]*)#([^)]+)\)", text):
         target = (document.parent / link if link else document).read_text()
         headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", target), re.MULTILINE)
