@@ -3,7 +3,7 @@
 csrc/common/isa.h       operations, phases, operand structs, dims, step view, buffers, trace record
 csrc/cuda/params.h      sizes of the CUDA interpreter and of its pages of shared memory
 
-setup.py writes them before it builds, so this module imports only packages that pyproject.toml lists for the build.
+setup.py writes them before it builds. Then NumPy may be absent, so what this module computes must not need it.
 """
 
 from __future__ import annotations
