@@ -155,8 +155,6 @@ class Keys:
         return self.raw.get(self.prefix + key, default)
 
     def count(self, key: str, default: int | None = None) -> int:
-        if default is None and self.get(key) is None:
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is missing")
         number: int = self._read(key, _Whole, "a whole number", default)
         return number
 
@@ -220,9 +218,10 @@ class Keys:
 
     def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
         """Return the value of `key`, or `default` if it is null or absent. Errors describe allowed values by `what`."""
-        value = self.get(key)
+        if (value := self.get(key)) is None and (value := default) is None:
+            raise MegakernelError(f"{self.source}: {self.prefix}{key} is missing: it must be {what}")
         try:
-            return msgspec.convert(default if value is None else value, kind)
+            return msgspec.convert(value, kind)
         except msgspec.ValidationError as e:
             raise self._wrong(key, what) from e
 

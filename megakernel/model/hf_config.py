@@ -53,19 +53,10 @@ _IMAGE_ROPE = {"mrope_interleaved", "mrope_section"}
 _ORIGINAL = "original_max_position_embeddings"
 # Names of kinds of RoPE scaling in the first files of Phi-3 and Qwen2-VL.
 _OLD_NAMES = {"su": "longrope", "mrope": "default"}
-# The keys that each kind of RoPE scaling requires, and those that it may have.
-_NEEDS = {
-    RopeKind.DEFAULT: set[str](),
-    RopeKind.LINEAR: {"factor"},
-    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor", _ORIGINAL},
-    RopeKind.YARN: {"factor"},
-    RopeKind.LONGROPE: {"long_factor", "short_factor"},
-}
-_MAY_HAVE = {
-    RopeKind.YARN: {"attention_factor", "beta_fast", "beta_slow", "finetuned", "mscale", "mscale_all_dim", "truncate"}
-    | {"llama_4_scaling_beta", "max_position_embeddings"},
-    RopeKind.LONGROPE: {"attention_factor"},
-}
+# The kinds of RoPE scaling in config.json, and the keys of scaling that a file may have although its kind ignores them.
+_KINDS = {kind.value: kind for kind in RopeKind if kind is not RopeKind.FACTORS}
+_OF_OTHERS = {"factor", "high_freq_factor", "long_factor", "low_freq_factor", "short_factor", "type", "rope_type"}
+_OF_OTHERS |= {_ORIGINAL, "finetuned", "max_position_embeddings"}
 
 
 def read_hf_config(folder: Path) -> ModelConfig:
@@ -217,19 +208,8 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     alpha = table.get("alpha") if name == "dynamic" and "alpha" in family.defaults else None
     if name == "dynamic" and (alpha or set(table) <= {"rope_type", "type", "rope_theta", "factor"}):
         name = "default"  # frequencies change only beyond max_position_embeddings, which limits the context here
-    kind = next((k for k in _NEEDS if k.value == name), None)
-    if kind is None:
-        known = ", ".join(k.value for k in _NEEDS)
-        raise MegakernelError(f"{where}: rope_type {name!r} is not supported: it must be one of {known}")
-    if missing := sorted(_NEEDS[kind] - set(table)):
-        raise MegakernelError(f"{where}: rope_type {name!r} needs {missing[0]}")
-    # Keys of other kinds of RoPE scaling are accepted, because some files contain them and they have no effect.
-    known_keys = {"rope_type", "type", "rope_theta", "partial_rotary_factor", _ORIGINAL, *_MAY_HAVE.get(kind, ())}
-    known_keys |= {"alpha", *_MAY_HAVE[RopeKind.YARN]} if alpha else set()
-    for extra in sorted(set(table) - known_keys.union(*_NEEDS.values())):
-        if table[extra] is not None and table[extra] is not False:
-            raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
-
+    if name not in _KINDS:
+        raise MegakernelError(f"{where}: rope_type {name!r} is not supported: it must be one of {', '.join(_KINDS)}")
     theta = _once(keys, inside, "rope_theta", family.defaults.get("rope_theta", Rope.theta))
     if alpha:  # the base is larger for texts of every length
         theta *= inside.number("alpha") ** (head_dim / (head_dim - 2))
@@ -237,18 +217,29 @@ def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:
     own, dims = "partial_rotary_factor" in family.defaults, int(head_dim * partial)
     if partial != 1 and not (own and 0 < dims < head_dim):
         raise MegakernelError(f"{source}: partial_rotary_factor {partial} must be {'above 0, up to 1' if own else 1}")
-    rope = Rope(theta, kind, dims=0 if partial == 1 else dims)
+    rope = Rope(theta, _KINDS[name], dims=0 if partial == 1 else dims)
+    original = int(_once(keys, inside, _ORIGINAL, family.defaults.get(_ORIGINAL, context)))
+    rope = _scaled(rope, inside, original, context)
+    for extra in sorted(set(table) - inside.used - _OF_OTHERS):
+        if not alpha and table[extra] is not None and table[extra] is not False:
+            raise MegakernelError(f"{where}: {extra} is not supported for rope_type {name!r}")
+    return rope
+
+
+def _scaled(rope: Rope, inside: Keys, original: int, context: int) -> Rope:
+    """Add the settings in `inside` to `rope`. A model was trained with contexts of `original` tokens."""
+    kind = rope.kind
     if kind is RopeKind.DEFAULT:
         return rope
     if kind is RopeKind.LINEAR:
-        return replace(rope, factor=inside.number("factor", 1.0))
-    original = int(_once(keys, inside, _ORIGINAL, family.defaults.get(_ORIGINAL, context)))
+        return replace(rope, factor=inside.number("factor"))
     if not 2 <= original < 1 << 31:
-        raise MegakernelError(f"{where}: {_ORIGINAL} is {original}; it must be from 2 to 2^31 - 1")
-    scale = inside.number("factor", context / original)
+        raise MegakernelError(f"{inside.source}: {_ORIGINAL} is {original}; it must be from 2 to 2^31 - 1")
+    scale = inside.number("factor", context / original if kind is RopeKind.LONGROPE else None)
     rope = replace(rope, factor=scale, original_context=original)
     if kind is RopeKind.LLAMA3:
-        low, high = inside.number("low_freq_factor", 1.0), inside.number("high_freq_factor", 1.0)
+        inside.number(_ORIGINAL)  # the context has no default
+        low, high = inside.number("low_freq_factor"), inside.number("high_freq_factor")
         return replace(rope, low_freq_factor=low, high_freq_factor=high)
     if kind is RopeKind.YARN:
         attention = yarn_attention(scale, inside.number("mscale", 0.0), inside.number("mscale_all_dim", 0.0))
