@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ from megakernel.model import open_checkpoint
 from megakernel.model.checkpoint import Checkpoint, rows_of
 from megakernel.model.families import weights
 from megakernel.model.file_checkpoint import Naming, tensors_of
-from megakernel.model.gguf_checkpoint import gguf_naming
 from megakernel.model.hf_config import read_hf_config
 from megakernel.model.open import load_tokenizer
 from megakernel.model.random_checkpoint import RandomCheckpoint
-from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.model.tokenizer import Tokenizer, byte_alphabet
 
 VOCABULARY = [*sorted(byte_alphabet()), "ab", "<s>", "</s>"]
@@ -57,19 +55,18 @@ _GGUF |= {"tokenizer.chat_template": TEMPLATES[0]}
 
 
 @cache
-def tensors(naming_of: Callable[[Any], Naming]) -> list[tuple[str, Any]]:
+def tensors(format: str) -> list[tuple[str, Any]]:
     """Return the name and the float32 values of every tensor of the model that `CONFIG_JSON` describes."""
     from megakernel.model.hf_config import parse_hf_config
 
     config = parse_hf_config(CONFIG_JSON, "config")
-    naming = naming_of(config)
-    return [*tensors_of(RandomCheckpoint("random", config), naming, Dtype.F32)]
+    return [*tensors_of(RandomCheckpoint("random", config), Naming(config, format), Dtype.F32)]
 
 
 def safetensors_file(header: Any | None = None) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
-    for name, array in tensors(safetensors_naming):
+    for name, array in tensors("safetensors"):
         end = len(data) + array.nbytes
         entries[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [len(data), end]}
         data += array.tobytes()
@@ -80,7 +77,7 @@ def safetensors_file(header: Any | None = None) -> bytes:
 def gguf_file(metadata: dict[str, Any], kinds: dict[str, int]) -> bytes:
     """Return a GGUF file with this metadata and the model's tensors. The file declares every tensor as float32, except
     that `kinds` maps a tensor's name to another GGUF type number. The data of such a tensor remain float32."""
-    found = tensors(gguf_naming)
+    found = tensors("gguf")
     out = struct.pack("<4sIQQ", b"GGUF", 3, len(found), len(metadata))
     for key, value in metadata.items():
         out += _text(key) + _typed(value)
@@ -212,7 +209,7 @@ def _gguf(rng: Rng, seed: int) -> Mutant:
         return Mutant("mutant.gguf", good, scramble(good, rng))
     metadata, kinds = dict(_GGUF), dict[str, int]()
     if chance < 0.5:
-        kinds = {str(rng.choice([name for name, _ in tensors(gguf_naming)])): int(rng.integers(40))}
+        kinds = {str(rng.choice([name for name, _ in tensors("gguf")])): int(rng.integers(40))}
     elif chance < 0.6:
         metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
     key = str(rng.choice(list(metadata)))

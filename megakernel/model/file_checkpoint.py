@@ -40,6 +40,8 @@ class Tensor:
 
 
 Tensors = dict[str, Tensor]
+# The tensors of GGUF files with divisors of RoPE's frequencies: for all contexts, for long ones, and for short ones.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def stored(path: Path, shape: tuple[int, ...], dtype: Dtype | None, data: NDArray[np.uint8]) -> Tensor:
@@ -53,13 +55,11 @@ def stored(path: Path, shape: tuple[int, ...], dtype: Dtype | None, data: NDArra
 class Naming:
     """The names of a model's tensors in files of one format, and how the files store them.
 
-    `format`   "safetensors" or "gguf"
-    `ignored`  endings of the names of tensors that are not weights, and are allowed in the file
+    `format` is "safetensors" or "gguf".
     """
 
     config: ModelConfig
     format: str
-    ignored: tuple[str, ...]
 
     def _parts(self, buffer: Buffer) -> tuple[str, ...]:
         parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].tensors(buffer), self.format)
@@ -92,7 +92,7 @@ class Naming:
         layer = name.removeprefix("model.layers.").removeprefix("blk.").partition(".")[0]
         later = layer.isdecimal() and int(layer) >= self.config.layers  # predicts tokens after the next one
         later &= "num_nextn_predict_layers" in FAMILIES[self.config.family].keys
-        return later or name.endswith(self.ignored or ("\0",))
+        return later or name.endswith(("rotary_emb.inv_freq", *ROPE_FACTORS))
 
     def stacked(self, buffer: Buffer) -> bool:
         """Whether one tensor has the weights of all experts of a layer."""

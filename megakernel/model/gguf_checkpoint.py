@@ -24,7 +24,17 @@ from ..isa import Buffer, Dtype
 from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind
 from .families import FAMILIES, LACKING
-from .file_checkpoint import FileCheckpoint, Naming, Tensor, Tensors, check_ranges, damaged, map_file, stored
+from .file_checkpoint import (
+    ROPE_FACTORS,
+    FileCheckpoint,
+    Naming,
+    Tensor,
+    Tensors,
+    check_ranges,
+    damaged,
+    map_file,
+    stored,
+)
 from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
 from .rope import yarn_attention
@@ -34,7 +44,7 @@ _SCALARS = {int(kind): np.dtype(kind.name.lower()).newbyteorder("<") for kind in
 # Tensors of these types are returned as they are stored. Tensors of all other types are converted to float32.
 _KEPT = {GGMLQuantizationType[kind.name]: kind for kind in Dtype if kind is not Dtype.I32}
 
-ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_FREQS, _LONG, _SHORT = ROPE_FACTORS
 # Metadata keys, without the prefix that names the architecture, that are read elsewhere, concern images or never change
 # a forward pass. Any other key that is not read is an error, unless its value is empty, zero or false.
 _IGNORED = {"attention.layer_norm_epsilon", "feed_forward_length", "n_deepstack_layers", "pooling_type"}
@@ -223,12 +233,7 @@ def open_gguf(path: Path, name: str) -> FileCheckpoint:
     """Open a GGUF file. `name` is the model's name in messages. Raises MegakernelError."""
     file = GgufFile(path)
     config = gguf_config(file)
-    return FileCheckpoint(name, file.tensors, gguf_naming(config), dict(file.widened))
-
-
-def gguf_naming(config: ModelConfig) -> Naming:
-    """The tensor names of a model in a GGUF file."""
-    return Naming(config, "gguf", (ROPE_FREQS, _LONG, _SHORT))
+    return FileCheckpoint(name, file.tensors, Naming(config, "gguf"), dict(file.widened))
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -323,14 +328,14 @@ def _rope(file: GgufFile, keys: Keys) -> Rope:
     if not math.isclose(keys.number("rope.scaling.yarn_attn_factor", full), full, rel_tol=1e-6):
         keys.only("rope.scaling.yarn_attn_factor", *sorted({1.0, full}))
     attention = keys.number("rope.scaling.attn_factor", 1.0)
-    tables = {name: _factors(file, name) for name in (ROPE_FREQS, _LONG, _SHORT) if name in file.tensors}
+    tables = {name: _factors(file, name) for name in ROPE_FACTORS if name in file.tensors}
     if tables or kind != "yarn":
         keys.only("attention.temperature_scale", 0)
     if tables and kind != "none" and factor != 1.0:
         raise MegakernelError(f"{file.path}: {next(iter(tables))} needs a RoPE scaling factor of 1, not {factor:g}")
     original = keys.count("rope.scaling.original_context_length", 0) or context
-    if ROPE_FREQS in tables:
-        return Rope(theta, RopeKind.FACTORS, factors=tables[ROPE_FREQS], attention=attention)
+    if _FREQS in tables:
+        return Rope(theta, RopeKind.FACTORS, factors=tables[_FREQS], attention=attention)
     if tables or kind == "longrope":
         if len(tables) < 2:
             raise MegakernelError(f"{file.path}: RoPE of the kind longrope needs both tensors {_LONG} and {_SHORT}")

@@ -17,8 +17,7 @@ from ..isa import Buffer, Dtype, from_f32, to_f32
 from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
-from .file_checkpoint import expected_shapes, tensors_of
-from .gguf_checkpoint import ROPE_FREQS, gguf_naming
+from .file_checkpoint import ROPE_FACTORS, Naming, expected_shapes, tensors_of
 from .quantise import quantise
 from .rope import inverse_frequencies
 
@@ -33,7 +32,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     Raises MegakernelError.
     """
     config = checkpoint.config
-    family, naming = FAMILIES[config.family], gguf_naming(config)
+    family, naming = FAMILIES[config.family], Naming(config, "gguf")
     if not family.gguf or family.shared:
         raise MegakernelError(f"cannot write {path}: models of the family {family.name} are not written as GGUF files")
     # Files do not say whether the weights of a token's experts are divided by their sum. The architecture decides it.
@@ -48,7 +47,7 @@ def write_gguf(checkpoint: Checkpoint, path: Path, kind: Dtype, tokenizer: Path 
     _add_tokenizer(writer, tokenizer)
     factors = _rope_factors(config)
     if factors is not None:
-        writer.add_tensor_info(ROPE_FREQS, factors.shape, factors.dtype, factors.nbytes, Type.F32)
+        writer.add_tensor_info(ROPE_FACTORS[0], factors.shape, factors.dtype, factors.nbytes, Type.F32)
     shapes = expected_shapes(naming)
     kinds = dict.fromkeys(shapes, kind)
     routers = [name for layer in range(config.layers if config.experts else 0) for name in naming.names(_ROUTER, layer)]

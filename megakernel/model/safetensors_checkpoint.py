@@ -120,7 +120,7 @@ def checkpoint_of(config: ModelConfig, given: Tensors, name: str, *, some: bool 
     left_out = len(given) - len(tensors)
     for part, usual in family.renames.items():
         tensors = {name.replace(part, usual): tensor for name, tensor in tensors.items()}
-    expected = expected_shapes(safetensors_naming(config))
+    expected = expected_shapes(Naming(config, "safetensors"))
     for old, new in _PREFIXES:
         names = (name.removeprefix(old) for name in tensors if name.startswith(old) and name not in expected)
         if any(new + name in expected for name in names):
@@ -131,18 +131,13 @@ def checkpoint_of(config: ModelConfig, given: Tensors, name: str, *, some: bool 
         tensors = _renamed(tensors, _HEAD, _EMBED)
     if config.tied:
         _remove_tied(tensors)
-    naming = safetensors_naming(config)
+    naming = Naming(config, "safetensors")
     return FileCheckpoint(name, split_experts(tensors, family.alternate), naming, left_out=left_out, some=some)
 
 
 def _renamed(tensors: Tensors, old: str, new: str) -> Tensors:
     """Replace the prefix `old` of names by `new`."""
     return {new + n.removeprefix(old) if n.startswith(old) else n: tensor for n, tensor in tensors.items()}
-
-
-def safetensors_naming(config: ModelConfig) -> Naming:
-    """The tensor names of a model in Hugging Face's format."""
-    return Naming(config, "safetensors", ("rotary_emb.inv_freq",))
 
 
 def _remove_tied(tensors: Tensors) -> None:

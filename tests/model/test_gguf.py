@@ -24,8 +24,8 @@ from megakernel.model import Rope, gguf_checkpoint, load_config, load_sampling, 
 from megakernel.model.checkpoint import Storage, StoredRows, rows_of
 from megakernel.model.config import Keys
 from megakernel.model.families import FAMILIES
-from megakernel.model.file_checkpoint import tensors_of
-from megakernel.model.gguf_checkpoint import GgufFile, gguf_naming
+from megakernel.model.file_checkpoint import Naming, tensors_of
+from megakernel.model.gguf_checkpoint import GgufFile
 from megakernel.model.hf_config import parse_hf_config
 from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
@@ -42,7 +42,7 @@ def test_values_are_the_packages(path: Path, quantise: Type | None) -> None:
     checkpoint = open_checkpoint(str(path))
     assert checkpoint.dtype is (Dtype.F32 if quantise is None else Dtype.BF16)
     for compute in (Dtype.F32, Dtype.BF16):
-        found = dict(tensors_of(checkpoint, gguf_naming(checkpoint.config), compute))
+        found = dict(tensors_of(checkpoint, Naming(checkpoint.config, "gguf"), compute))
         assert set(found) == set(values)
         for name, array in found.items():
             kind = compute if array.ndim == 2 else Dtype.F32

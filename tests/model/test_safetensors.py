@@ -24,8 +24,7 @@ from megakernel.errors import MegakernelError
 from megakernel.isa import Buffer, Dtype, from_f32
 from megakernel.model import Checkpoint, open_checkpoint
 from megakernel.model.families import weights
-from megakernel.model.file_checkpoint import tensors_of
-from megakernel.model.safetensors_checkpoint import safetensors_naming
+from megakernel.model.file_checkpoint import Naming, tensors_of
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.float32, shard: str = "1GB", **changes: Any) -> Checkpoint:
@@ -58,7 +57,7 @@ def test_values_are_the_files(tmp_path: Path, dtype: torch.dtype, shard: str) ->
     assert checkpoint.dtype is (Dtype.F32 if dtype == torch.float32 else Dtype.BF16)
     state = tensors(tmp_path)
     for compute in (Dtype.F32, Dtype.BF16):
-        found = dict(tensors_of(checkpoint, safetensors_naming(checkpoint.config), compute))
+        found = dict(tensors_of(checkpoint, Naming(checkpoint.config, "safetensors"), compute))
         assert set(found) == set(state)
         for name, array in found.items():
             kind = compute if array.ndim == 2 else Dtype.F32

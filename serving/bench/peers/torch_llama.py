@@ -12,9 +12,8 @@ from typing import Any
 from megakernel.errors import MegakernelError
 from megakernel.isa import Dtype
 from megakernel.model import Checkpoint, open_checkpoint
-from megakernel.model.file_checkpoint import tensors_of
+from megakernel.model.file_checkpoint import Naming, tensors_of
 from megakernel.model.rope import rope_table
-from megakernel.model.safetensors_checkpoint import safetensors_naming
 from megakernel.serving.bench.peers.contest import Settings, Task, Timed
 
 NAME = "torch"
@@ -75,7 +74,7 @@ def build(checkpoint: Checkpoint, dtype: str) -> Any:
         )
     kept, wanted = (Dtype.BF16, torch.bfloat16) if dtype == "bf16" else (Dtype.F32, torch.float32)
     weights = {}
-    for name, array in tensors_of(checkpoint, safetensors_naming(config), kept):
+    for name, array in tensors_of(checkpoint, Naming(config, "safetensors"), kept):
         tensor = torch.from_numpy(array.copy())
         weights[name] = (tensor.view(torch.bfloat16) if tensor.dtype is torch.uint16 else tensor).to(wanted)
     model.load_state_dict(weights, strict=False, assign=True)
