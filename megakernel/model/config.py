@@ -142,17 +142,28 @@ _Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
 
 @dataclass(frozen=True)
 class Keys:
-    """Reads the keys of a configuration file, and notes which were read. An invalid value raises MegakernelError, which
+    """Reads the keys of a configuration file, and notes which were read. Methods take the names of config.json. In a
+    GGUF file, some keys have `other_names`, and all have a `prefix`. An invalid value raises MegakernelError, which
     names file and key."""
 
     raw: dict[str, Any]
     source: str
-    prefix: str = ""  # a prefix of every key, which the arguments of methods leave out
+    prefix: str = ""
+    other_names: Mapping[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
+    @property
+    def gguf(self) -> bool:
+        """Whether the keys are a model's in a GGUF file."""
+        return bool(self.other_names)
+
+    def name(self, key: str) -> str:
+        """The name in the file of a key of config.json."""
+        return self.prefix + self.other_names.get(key, key)
+
     def get(self, key: str, default: Any = None) -> Any:
-        self.used.add(key)
-        return self.raw.get(self.prefix + key, default)
+        self.used.add(name := self.name(key))
+        return self.raw.get(name, default)
 
     def count(self, key: str, default: int | None = None) -> int:
         number: int = self._read(key, _Whole, "a whole number", default)
@@ -201,14 +212,14 @@ class Keys:
         if value is not None and value not in allowed:
             known = " or ".join(map(short, allowed)) or "null"
             raise MegakernelError(
-                f"{self.source}: {self.prefix}{key} = {short(value)} is not supported: it must be {known}"
+                f"{self.source}: {self.name(key)} = {short(value)} is not supported: it must be {known}"
             )
 
     def refuse_others(self, ignored: Set[str]) -> None:
         """Raise MegakernelError for a key that has not been read, because it may change the model's results. Keys in
         `ignored` are allowed, and values that are null, false, zero or empty."""
         for key in sorted(key for key in self.raw if key.startswith(self.prefix)):
-            if (value := self.raw[key]) and key.removeprefix(self.prefix) not in self.used | ignored:
+            if (value := self.raw[key]) and key not in self.used and key.removeprefix(self.prefix) not in ignored:
                 if isinstance(value, dict):  # an error shows the start of the value
                     value = {
                         name: what for name, what in value.items() if name in ("quant_method", "quant_algo")
@@ -219,14 +230,14 @@ class Keys:
     def _read(self, key: str, kind: Any, what: str, default: Any = None) -> Any:
         """Return the value of `key`, or `default` if it is null or absent. Errors describe allowed values by `what`."""
         if (value := self.get(key)) is None and (value := default) is None:
-            raise MegakernelError(f"{self.source}: {self.prefix}{key} is missing: it must be {what}")
+            raise MegakernelError(f"{self.source}: {self.name(key)} is missing: it must be {what}")
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as e:
             raise self._wrong(key, what) from e
 
     def _wrong(self, key: str, what: str) -> MegakernelError:
-        return MegakernelError(f"{self.source}: {self.prefix}{key} is {short(self.get(key))}, not {what}")
+        return MegakernelError(f"{self.source}: {self.name(key)} is {short(self.get(key))}, not {what}")
 
 
 def short(value: Any) -> str:

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from ..errors import MegakernelError
 from ..isa import Buffer, Dtype
 from .checkpoint import CHUNK
-from .config import Keys, ModelConfig, Rope, RopeKind
-from .families import FAMILIES, LACKING
+from .config import Keys, ModelConfig, Rope, RopeKind, short
+from .families import FAMILIES, LACKING, Family
+from .families.windows import every_nth, layers_of
 from .file_checkpoint import (
     ROPE_FACTORS,
     FileCheckpoint,
@@ -49,8 +50,26 @@ _FREQS, _LONG, _SHORT = ROPE_FACTORS
 # a forward pass. Any other key that is not read is an error, unless its value is empty, zero or false.
 _IGNORED = {"attention.layer_norm_epsilon", "feed_forward_length", "n_deepstack_layers", "pooling_type"}
 _IGNORED |= {"rope.dimension_sections", "rope.scaling.finetuned", "tensor_data_layout"}
+# The names of metadata keys in config.json.
+NAMES = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "first_k_dense_replace": "leading_dense_block_count", "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "logits_scaling": "logit_scale",
+    "max_position_embeddings": "context_length", "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count", "norm_topk_prob": "expert_weights_norm", "num_experts": "expert_count",
+    "num_attention_heads": "attention.head_count", "num_experts_per_tok": "expert_used_count",
+    "num_hidden_layers": "block_count", "num_key_value_heads": "attention.head_count_kv",
+    "num_local_experts": "expert_count", "residual_multiplier": "residual_scale",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "rope_local_base_freq": "rope.freq_base_swa",
+    "rope_theta": "rope.freq_base", "routed_scaling_factor": "expert_weights_scale",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "sliding_window": "attention.sliding_window",
+}  # fmt: skip
 # Keys that may have a list with a number for each layer. The numbers must be the same.
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+# Keys for which 0 means that there is no such number.
+_NO_ZERO = {"attention.scale", "attn_logit_softcapping", "embedding_scale", "expert_weights_scale", "logit_scale"}
+_NO_ZERO |= {"attention.sliding_window", "final_logit_softcapping", "residual_scale"}
 # The keys with the sampling parameters that the model's author recommends, and their names in SamplingParams.
 _SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 _SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
@@ -254,52 +273,66 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             raise refuse(f"{architecture} models are not supported: they need {LACKING[architecture]}")
         known = ", ".join(dict.fromkeys(repr(name) for f in FAMILIES.values() for name in f.gguf))
         raise refuse(f"architecture {architecture!r} is not supported: it must be one of {known}")
-    prefix = f"{architecture}."
-    lists = {key: values for key in _PER_LAYER if isinstance(values := metadata.get(prefix + key), list)}
-    same = {prefix + key: values[0] for key, values in lists.items() if len(set(values)) == 1}
-    keys = Keys(metadata | same, source, prefix)
+    ids, tokens = Keys(metadata, source, "tokenizer.ggml.").ids, metadata.get("tokenizer.ggml.tokens")
+    prefix, embedding = f"{architecture}.", file.tensors.get("token_embd.weight")
+    vocab = len(tokens) if isinstance(tokens, list) else embedding.shape[0] if embedding else 0
+    ends = [*dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))]
+    facts: dict[str, Any] = {prefix + "bos_token_id": [*ids("bos_token_id")], prefix + "eos_token_id": ends}
+    facts |= {prefix + "vocab_size": vocab, prefix + "tie_word_embeddings": "output.weight" not in file.tensors}
+    keys = keys_of(facts | metadata, source, prefix, family)
     keys.only("attention.causal", True)
-    count = keys.count
-    rope = _rope(file, keys)
+    keys.number("rms_norm_eps")  # has no default in GGUF files
+    count, rope = keys.count, _rope(file, keys)
     # The files do not say whether YaRN rounds the numbers of RoPE pairs, so the family decides it.
     rope = replace(rope, truncate=family.defaults.get("rope_scaling", {}).get("truncate", True))
-    longest = rope.longest(count("context_length"))
-    hidden, heads = count("embedding_length"), count("attention.head_count")
-    head_dim = count("attention.key_length", hidden // heads if heads > 0 else 0)
+    hidden, heads = count("hidden_size"), count("num_attention_heads")
+    head_dim = count("head_dim", hidden // heads if heads > 0 else 0)
     rotated = count("rope.dimension_count", head_dim)
     if rotated != head_dim and "partial_rotary_factor" in family.defaults and rotated > 0:
         rope = replace(rope, dims=rotated)
     for key in ("attention.value_length", *(() if rope.dims else ("rope.dimension_count",))):
-        if count(key, head_dim) != head_dim:
-            raise refuse(f"{prefix}{key} = {keys.get(key)} is not supported: it must be the head size, {head_dim}")
-    ids = Keys(metadata, source, "tokenizer.ggml.").ids
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    embedding = file.tensors.get("token_embd.weight")
+        keys.only(key, head_dim)
     biases = {name.split(".")[2] for name in file.tensors if name.startswith("blk.") and name.endswith(".bias")}
-    own = family.gguf_config_fields(keys)
-    own["qkv_bias"], own["o_bias"] = bool(biases & {"attn_q", "attn_k", "attn_v"}), "attn_output" in biases
+    own = {"qkv_bias": bool(biases & {"attn_q", "attn_k", "attn_v"}), "o_bias": "attn_output" in biases}
     own["mlp_bias"] = any(name.startswith("ffn_") for name in biases)
     if "head_norms" in family.fields:
         own["head_norms"] = "blk.0.attn_q_norm.weight" in file.tensors
-    config = ModelConfig(
-        vocab=count("vocab_size", len(tokens) if isinstance(tokens, list) else embedding.shape[0] if embedding else 0),
-        hidden=hidden,
-        ffn=own.pop("ffn") if "ffn" in own else count("feed_forward_length"),
-        layers=count("block_count") - count("nextn_predict_layers", 0),
-        heads=heads,
-        kv_heads=count("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_context=longest if "window" in own else min(longest, count("attention.sliding_window", 0) or longest),
-        rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
-        rope=rope,
-        tied="output.weight" not in file.tensors,
-        family=family.name,
-        bos_id=next(iter(ids("bos_token_id")), None),
-        eos_ids=tuple(dict.fromkeys(i for kind in ("eos", "eot", "eom") for i in ids(f"{kind}_token_id"))),
-        **own,
-    )
+    config = family.config(keys, rope, head_dim, **own)
+    if keys.name("sliding_window") not in keys.used:  # the family has no windows, so a window limits the context
+        config = replace(config, max_context=min(config.max_context, count("sliding_window", 0) or config.max_context))
     keys.refuse_others(_IGNORED)
     return check_config(config, source)
+
+
+def keys_of(metadata: dict[str, Any], source: str, prefix: str, family: Family) -> Keys:
+    """Return a reader of metadata by the names of config.json. Values that absent keys have in llama.cpp are added, and
+    `layer_types`, which says which layers have windows."""
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    lists = {key: values for key in _PER_LAYER if isinstance(values := own.get(key), list)}
+    own |= {key: values[0] for key, values in lists.items() if len(set(values)) == 1}
+    own |= {key: None for key in _NO_ZERO if own.get(key) == 0}
+    absent: dict[str, Any] = {"attention.sliding_window": None, "rope.freq_base": Rope.theta}
+    absent["attention.head_count_kv"] = own.get("attention.head_count")
+    if Buffer.W_ROUTER in family.weights:
+        absent |= dict.fromkeys(("expert_shared_count", "feed_forward_length", "leading_dense_block_count"), 0)
+        absent |= {"expert_feed_forward_length": own.get("feed_forward_length", 0), "expert_weights_norm": False}
+        absent |= {NAMES[key]: value for key, value in family.inside_keys.items()}
+    raw = {prefix + key: value for key, value in (absent | own).items()}
+    keys = Keys(raw, source, prefix, NAMES)
+    raw[keys.name("num_hidden_layers")] = keys.count("num_hidden_layers") - keys.count("nextn_predict_layers", 0)
+    layers, full = layers_of(keys), set[int]()
+    if isinstance(pattern := keys.get("attention.sliding_window_pattern"), list):
+        if len(pattern) < len(layers) or not all(isinstance(windowed, int) for windowed in pattern):
+            raise MegakernelError(
+                f"{source}: {prefix}attention.sliding_window_pattern = {short(pattern)} must have true or false for "
+                f"each of {len(layers)} layers"
+            )
+        full = {layer for layer in layers if not pattern[layer]}
+    elif pattern is not None and (every := keys.count("attention.sliding_window_pattern")) > 0:
+        full = set(every_nth(layers, every))
+    if pattern is not None:
+        raw[prefix + "layer_types"] = [("sliding_attention", "full_attention")[layer in full] for layer in layers]
+    return keys
 
 
 def gguf_sampling(file: GgufFile) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig, Rope, RopeKind
 from .families import FAMILIES
 from .file_checkpoint import ROPE_FACTORS, Naming, expected_shapes, tensors_of
+from .gguf_checkpoint import NAMES
 from .quantise import quantise
 from .rope import inverse_frequencies
 
@@ -97,12 +98,14 @@ def _add_config(writer: Any, config: ModelConfig) -> None:
         values["attention.sliding_window_pattern"] = pattern
     if config.local_theta:
         values["rope.freq_base_swa"] = config.local_theta
-    for field, (key, _) in family.gguf_fields.items():
-        if (value := getattr(config, field)) is not None:
-            values[key] = value
+    for name in ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"):
+        if name in family.fields and getattr(config, name) is not None:
+            values[NAMES[name]] = getattr(config, name)
+    if family.name == "gemma2":
+        values |= {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
     multiplier = config.attention_multiplier
     if (
-        "attention_multiplier" not in family.gguf_fields
+        "attention_multiplier" not in family.fields
         and multiplier
         and not math.isclose(multiplier, config.head_dim**-0.5)
     ):

@@ -113,29 +113,12 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
     hidden, heads = count("hidden_size"), count("num_attention_heads", default("num_attention_heads"))
     if raw.get("head_dim") is None and "head_dim" not in family.defaults and (heads <= 0 or hidden % heads):
         raise refuse(f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    bos, context = keys.ids("bos_token_id"), count("max_position_embeddings", default("max_position_embeddings", 2048))
+    context = count("max_position_embeddings", default("max_position_embeddings", 2048))
     head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
     rope = _rope(replace(keys, raw=_global_rope(raw, family)), context, head_dim, family)
-    own, longest = family.config_fields(keys), rope.longest(context)
-    config = ModelConfig(
-        vocab=count("vocab_size", default("vocab_size")),
-        hidden=hidden,
-        ffn=own.pop("ffn") if "ffn" in own else count("intermediate_size"),
-        layers=count("num_hidden_layers"),
-        heads=heads,
-        kv_heads=count("num_key_value_heads", default("num_key_value_heads", heads)),
-        head_dim=head_dim,
-        max_context=min(longest, own.pop("longest", longest)),
-        rms_eps=keys.number("rms_norm_eps", default("rms_norm_eps", 1e-6)),
-        rope=rope,
-        tied=keys.flag("tie_word_embeddings", default("tie_word_embeddings", False)),
-        bos_id=bos[0] if bos else None,
-        eos_ids=keys.ids("eos_token_id"),
-        family=family.name,
-        **own,
-    )
+    config = family.config(keys, rope, head_dim)
     ignored = _IGNORED | {*family.keys.split()}
-    ignored |= {key for key in raw if key[0] == "_" or "drop" in key or "flash" in key or key.endswith("_token_id")}
+    ignored |= {key for key in raw if key[:1] == "_" or "drop" in key or "flash" in key or key.endswith("_token_id")}
     if isinstance(kinds := raw.get("layer_types"), list) and all(kind == "full_attention" for kind in kinds):
         ignored.add("layer_types")  # a list without sliding windows changes nothing
     keys.refuse_others(ignored)

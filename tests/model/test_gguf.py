@@ -22,10 +22,9 @@ from megakernel.isa import Buffer, Dtype, Split, from_f32
 from megakernel.isa.dtypes import BLOCKS
 from megakernel.model import Rope, gguf_checkpoint, load_config, load_sampling, open_checkpoint
 from megakernel.model.checkpoint import Storage, StoredRows, rows_of
-from megakernel.model.config import Keys
 from megakernel.model.families import FAMILIES
 from megakernel.model.file_checkpoint import Naming, tensors_of
-from megakernel.model.gguf_checkpoint import GgufFile
+from megakernel.model.gguf_checkpoint import GgufFile, keys_of
 from megakernel.model.hf_config import parse_hf_config
 from megakernel.model.quantise import quantise
 from megakernel.model.rope import inverse_frequencies
@@ -247,12 +246,13 @@ def test_layers_without_windows_are_those_of_llama_cpp(architecture: str, patter
     values = {"attention.sliding_window": 96, "block_count": 6, "embedding_length": 64, "attention.head_count": 4}
     values |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
     values |= {} if pattern is None else {"attention.sliding_window_pattern": pattern}
-    family = next(family for family in FAMILIES.values() if architecture in family.gguf)
-    found = family.gguf_config_fields(Keys(values, "m.gguf"))
+    family, prefix = next(f for f in FAMILIES.values() if architecture in f.gguf), f"{architecture}."
+    metadata = {prefix + key: value for key, value in values.items()}
+    found = family.fields_of(keys_of(metadata, "m.gguf", prefix, family))
     assert (found["window"], found["full_layers"]) == (96, full[architecture] if pattern is None else full)
-    for no_window in ({"attention.sliding_window": 0}, {"attention.sliding_window_pattern": 1}):
-        found = family.gguf_config_fields(Keys(values | no_window, "m.gguf"))
-        assert found["window"] == 0 and not found.keys() & {"full_layers", "local_theta"}
+    for key, value in [("sliding_window_pattern", 1)] + [("sliding_window", 0)] * (architecture != "gpt-oss"):
+        keys = keys_of({**metadata, f"{prefix}attention.{key}": value}, "m.gguf", prefix, family)
+        assert not family.fields_of(keys).keys() & {"window", "full_layers", "local_theta"}
 
 
 @pytest.mark.parametrize(

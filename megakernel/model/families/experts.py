@@ -14,7 +14,7 @@ from ..config import Keys
 from .family import Family, Weight, of_layer
 from .like_llama import ERNIE4_5, GRANITE
 from .llama import ATTENTION_BIAS
-from .windows import every_nth, layers_of, read_gguf_windows, windows
+from .windows import every_nth, layers_of, windows
 
 B = Buffer
 
@@ -33,21 +33,19 @@ def _weights(router: str = "mlp.gate", gate_up: str = _GATE_UP, down: str = _DOW
 
 
 def counts(config: Keys) -> dict[str, Any]:
-    """Read how many experts a layer has (two names, by version of transformers) and how many a token uses. In GGUF
-    files, the width of an expert may have a separate key, which is then read too."""
-    every, used, width = ("num_local_experts", "num_experts"), "num_experts_per_tok", "expert_feed_forward_length"
-    if config.get("expert_count") is not None:
-        every, used = ("expert_count",) * 2, "expert_used_count"
+    """Read how many experts a layer has (two names, by version of transformers) and how many a token uses. GGUF files
+    have the width of an expert under the same name in all families."""
+    every, used = ("num_local_experts", "num_experts"), "num_experts_per_tok"
     name = next((key for key in every if config.get(key) is not None), every[0])
     count, per_token = config.count(name), config.count(used)
     for key in every:
         config.only(key, count)
     if not 0 < per_token <= count <= MOST_EXPERTS:
         raise MegakernelError(
-            f"{config.source}: {config.prefix}{name} = {count} with {config.prefix}{used} = {per_token} is not "
+            f"{config.source}: {config.name(name)} = {count} with {config.name(used)} = {per_token} is not "
             f"supported: a layer has at most {MOST_EXPERTS} experts, and a token uses 1 or more of them"
         )
-    own = {} if config.get(width) is None else {"ffn": config.count(width)}
+    own = {"ffn": config.count("moe_intermediate_size")} if config.gguf else {}
     return {"experts": count, "experts_per_token": per_token, **own}
 
 
@@ -64,7 +62,6 @@ MIXTRAL = Family(
     fixed={"normalised_routes": True},
     read=lambda config: counts(config) | (windows(config) if config.get("sliding_window") else {}),
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    read_gguf=counts,
 )
 
 
@@ -81,7 +78,6 @@ GRANITE_MOE = replace(
     fixed={"normalised_routes": True},
     fields={name: key for name, key in GRANITE.fields.items() if name != "mlp_bias"},
     read=counts,
-    read_gguf=counts,
 )
 
 
@@ -94,7 +90,6 @@ OLMOE = Family(
     fields=ATTENTION_BIAS | {"normalised_routes": ("norm_topk_prob", False)},
     read=counts,
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    read_gguf=counts,
 )
 
 
@@ -118,7 +113,6 @@ QWEN3_MOE = Family(
     read=read_qwen3,
     keys="layer_types max_window_layers sliding_window",
     defaults={"max_position_embeddings": 32768},
-    read_gguf=lambda config: counts(config) | {"normalised_routes": True},
 )
 
 
@@ -144,16 +138,6 @@ def read_pieces(config: Keys, shared: int, layers: int) -> dict[str, Any]:
     return _pieces(config, counts(config) | {"ffn": ffn}, wide, layers, config.count("intermediate_size"))
 
 
-def read_gguf_pieces(config: Keys, gating: int, normalised: bool = False) -> dict[str, Any]:
-    """Like `read_pieces`, for GGUF files. `gating` is GGUF's number for the function that gives experts' scores."""
-    config.only("expert_gating_func", 0, gating)
-    dense = config.count("feed_forward_length", 0)
-    routed = {"ffn": dense, "normalised_routes": config.flag("expert_weights_norm", normalised), **counts(config)}
-    routed["route_scale"] = config.number("expert_weights_scale", 0.0) or 1.0
-    wide = config.count("expert_shared_feed_forward_length", routed["ffn"] * config.count("expert_shared_count", 0))
-    return _pieces(config, routed, wide, config.count("leading_dense_block_count", 0), dense)
-
-
 GLM4_MOE = Family(
     name="glm4_moe",
     models="GLM-4.5, 4.6 and 4.7, and GLM-4.5-Air",
@@ -170,12 +154,11 @@ GLM4_MOE = Family(
     fixed={"sigmoid_routes": True, "choice_bias": True},
     fields={"qkv_bias": ("attention_bias", False), "head_norms": ("use_qk_norm", False)}
     | {"normalised_routes": ("norm_topk_prob", True), "route_scale": ("routed_scaling_factor", 1.0)},
-    only={"n_group": (1,), "topk_group": (1,)},
+    only={"n_group": (1,), "topk_group": (1,), "expert_gating_func": (0, 2)},
     read=lambda config: read_pieces(config, 1, 1),
     keys="num_nextn_predict_layers",
     aliases={"n_routed_experts": "num_local_experts"},
     defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    read_gguf=lambda config: read_gguf_pieces(config, 2),
 )
 
 DOTS1 = replace(
@@ -202,12 +185,11 @@ QWEN2_MOE = replace(
     renames={"mlp.shared_expert.": "mlp.shared_experts."},
     fixed={"shared_gate": True},
     fields={"qkv_bias": ("qkv_bias", True), "normalised_routes": ("norm_topk_prob", False)},
-    only={"decoder_sparse_step": (1,)},
+    only={"decoder_sparse_step": (1,), "expert_gating_func": (0, 1)},
     read=lambda config: read_pieces(config, 4, 0),
     keys="max_window_layers sliding_window",
     aliases={},
     defaults={"max_position_embeddings": 32768},
-    read_gguf=lambda config: read_gguf_pieces(config, 1),
 )
 
 ERNIE4_5_MOE = replace(
@@ -217,15 +199,20 @@ ERNIE4_5_MOE = replace(
     gguf=("ernie4_5-moe",),
     weights=_weights() | {B.B_ROUTER: of_layer("mlp.moe_statics.e_score_correction_bias", "exp_probs_b.bias", "")},
     adjacent=("safetensors", "gguf"),
-    fixed={"choice_bias": True, "normalised_routes": True},
-    fields={},
-    only={"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_layer_interval": (1,)},
+    inside_keys={"norm_topk_prob": True},
+    fixed={"choice_bias": True},
+    fields={"normalised_routes": ("norm_topk_prob", True)},
+    only={
+        "moe_gate": ("topk",),
+        "moe_gate_act": ("softmax",),
+        "moe_layer_interval": (1,),
+        "expert_gating_func": (0, 1),
+    },
     read=lambda config: read_pieces(config, 2, 1),
     keys=f"{GLM4_MOE.keys} moe_capacity moe_norm_min moe_use_aux_free",
     aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"}
     | {"moe_num_shared_experts": "n_shared_experts", "moe_layer_start_index": "first_k_dense_replace"},
     defaults=ERNIE4_5.defaults,
-    read_gguf=lambda config: read_gguf_pieces(config, 1, normalised=True),
 )
 
 
@@ -235,14 +222,10 @@ def read_gpt_oss(config: Keys) -> dict[str, Any]:
         given = quantised if isinstance(quantised, dict) else {"quant_method": quantised}
         Keys(given, f"{config.source}: quantization_config").only("quant_method", "mxfp4")
     config.only("experts_per_token", config.get("num_experts_per_tok"))
+    if config.gguf:  # a file must have windows, and one RoPE for all layers
+        config.only("rope_local_base_freq", config.number("rope_theta"))
+        config.count("sliding_window")
     return windows(config, every_nth(layers_of(config), 2), 128) | counts(config)
-
-
-def read_gguf_gpt_oss(config: Keys) -> dict[str, Any]:
-    """Read the sliding windows and the numbers of experts. A file must have windows, and one RoPE for all layers."""
-    config.only("rope.freq_base_swa", config.number("rope.freq_base", 1e4))
-    config.count("attention.sliding_window")
-    return read_gguf_windows(config, 2) | counts(config)
 
 
 GPT_OSS = Family(
@@ -278,5 +261,4 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    read_gguf=read_gguf_gpt_oss,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...isa import Buffer, Forward
-from ..config import Keys, ModelConfig
+from ..config import Keys, ModelConfig, Rope
 
 
 class Weight(NamedTuple):
@@ -60,7 +60,7 @@ class Family:
     `models`          published models of the family, in Markdown
     `also`            other class names in config.json
     `inside`          the classes of models that also see images and contain a language model of the family
-    `inside_keys`     the values that keys of config.json have in these models, whatever their files say
+    `inside_keys`     the values that keys of config.json have in these models and in GGUF files, which lack them
     `gguf`            the architecture's names in GGUF files; the first is used when a file is written
     `forward`         lists the phases of a step, for a configuration and this family, if they are not Llama's
     `head_norms`      each head of q and k is normalised before RoPE
@@ -75,8 +75,8 @@ class Family:
     `fixed`           fields of ModelConfig with the same value in all models of the family
     `fields`          fields of ModelConfig that have a key in config.json: the key, and the value if it is absent
     `only`            keys of config.json for which only these values are supported
-    `read`            returns the other fields of ModelConfig that the reader of config.json does not set for all
-                      families. Its result may also have the entry `longest`, a limit of the context in tokens.
+    `read`            returns the other fields of ModelConfig that `config` does not set for all families, from a file
+                      of either format. Its result may also have the entry `longest`, a limit of the context in tokens.
     `keys`            the keys that have no effect in this family, or that `read` may leave out, separated by spaces
     `aliases`         other names of keys in config.json, and the usual names of these keys
     `renames`         parts of tensor names in safetensors files, and the usual parts that replace them
@@ -84,9 +84,6 @@ class Family:
                       `partial_rotary_factor`, and `alpha` of RoPE's settings, are supported only if listed here.
     `activations`     the allowed names of the MLP's activation in config.json
     `two_ropes`       `rope_parameters` in config.json has one table for layers with sliding windows, one for others
-    `gguf_fields`     as `fields`, but for GGUF files, in which a value of 0 counts as absent
-    `read_gguf`       as `read`, but for GGUF files. If its result has no `window`, no layer gets a sliding window, and
-                      a window in the file limits the context instead.
     """
 
     name: str
@@ -114,20 +111,41 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activations: tuple[str, ...] = ("silu", "swish")
     two_ropes: bool = False
-    gguf_fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    read_gguf: Callable[[Keys], dict[str, Any]] = lambda keys: {}
 
     def tensors(self, buffer: Buffer) -> Weight:
         """Return the names of the tensors that contain a buffer."""
         return self.weights.get(buffer) or WEIGHTS[buffer]
 
-    def config_fields(self, keys: Keys) -> dict[str, Any]:
-        """Return the fields of ModelConfig that depend on the family, from config.json. Raises MegakernelError."""
+    def fields_of(self, keys: Keys) -> dict[str, Any]:
+        """Return the fields of ModelConfig that depend on the family, from a model's file. Raises MegakernelError."""
         for key, values in self.only.items():
             keys.only(key, *values)
         return {**keys.fields(self.fields), **self.fixed, **self.read(keys)}
 
-    def gguf_config_fields(self, keys: Keys) -> dict[str, Any]:
-        """As `config_fields`, but from the metadata of a GGUF file."""
-        given = {name: value for name, value in keys.fields(self.gguf_fields).items() if value}
-        return {**given, **self.fixed, **self.read_gguf(keys)}
+    def config(self, keys: Keys, rope: Rope, head_dim: int, **known: Any) -> ModelConfig:
+        """Return the configuration that a model's file declares. `rope` and `head_dim` have been read, and `known` has
+        further fields."""
+        count, default = keys.count, self.defaults.get
+        own = self.fields_of(keys) | known
+        bos, longest = (
+            keys.ids("bos_token_id"),
+            rope.longest(count("max_position_embeddings", default("max_position_embeddings", 2048))),
+        )
+        heads = count("num_attention_heads", default("num_attention_heads"))
+        return ModelConfig(
+            vocab=count("vocab_size", default("vocab_size")),
+            hidden=count("hidden_size"),
+            ffn=own.pop("ffn") if "ffn" in own else count("intermediate_size"),
+            layers=count("num_hidden_layers"),
+            heads=heads,
+            kv_heads=count("num_key_value_heads", default("num_key_value_heads", heads)),
+            head_dim=head_dim,
+            max_context=min(longest, own.pop("longest", longest)),
+            rms_eps=keys.number("rms_norm_eps", default("rms_norm_eps", 1e-6)),
+            rope=rope,
+            tied=keys.flag("tie_word_embeddings", default("tie_word_embeddings", False)),
+            bos_id=bos[0] if bos else None,
+            eos_ids=keys.ids("eos_token_id"),
+            family=self.name,
+            **own,
+        )

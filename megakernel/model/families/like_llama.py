@@ -11,7 +11,7 @@ from ...isa import Buffer
 from ..config import Keys
 from .family import Family, of_layer
 from .llama import ATTENTION_BIAS, BIASES
-from .windows import every_nth, layers_of, read_gguf_windows, windows
+from .windows import every_nth, layers_of, windows
 
 GELU = "gelu_pytorch_tanh"
 
@@ -73,7 +73,6 @@ GEMMA = Family(
     only={"hidden_activation": (GELU,)},
     read=lambda config: scaled_embeddings(config.count("hidden_size")),
     defaults={"max_position_embeddings": 8192, "head_dim": 256, "tie_word_embeddings": True},
-    read_gguf=lambda config: scaled_embeddings(config.count("embedding_length")),
     # Early files say "gelu" but mean its approximation by tanh, so other software also uses the approximation.
     activations=(GELU, "gelu"),
 )
@@ -88,20 +87,14 @@ GLM = Family(
     | {"head_dim": 128},
 )
 
-# The names of Granite's multipliers in config.json and in GGUF files. ModelConfig makes them part of other numbers.
-_MULTIPLIERS = {
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "attention_multiplier": "attention.scale",
-    "logits_scaling": "logit_scale",
-}
+# Keys of Granite's multipliers. ModelConfig makes them part of other numbers.
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 GRANITE = Family(
     name="granite",
     models="Granite 3 without experts",
     gguf=("granite",),
     adjacent=("gguf",),
     fields=BIASES | {name: (name, 1.0) for name in _MULTIPLIERS},
-    gguf_fields={name: (key, 0.0) for name, key in _MULTIPLIERS.items()},
 )
 
 
@@ -177,7 +170,6 @@ MISTRAL = Family(
     adjacent=("gguf",),
     read=windows,
     defaults={"max_position_embeddings": 131072},
-    read_gguf=lambda config: read_gguf_windows(config, 0),
 )
 
 MINISTRAL = replace(MISTRAL, name="ministral", models="Ministral 8B")
@@ -211,7 +203,6 @@ PHI3 = Family(
     read=_phi3,
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
     | {"partial_rotary_factor": 1.0},
-    read_gguf=lambda config: read_gguf_windows(config, 0),
 )
 
 
@@ -278,6 +269,4 @@ SMOLLM3 = Family(
     read=_smollm3,
     keys="max_window_layers sliding_window",
     defaults={"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True},
-    # llama.cpp assumes that every fourth layer has no RoPE.
-    read_gguf=lambda config: {"nope_layers": tuple(every_nth(layers_of(config, "block_count"), 4))},
 )

@@ -12,7 +12,7 @@ from .family import Family, of_layer
 from .like_llama import GELU, GEMMA, GLM, scaled_embeddings
 from .llama import AFTER, ATTENTION_BIAS, BEFORE, next_rope, qkv_phases
 from .verbs import add_norm, attention, gated_matmul, matmul, norm, rounded
-from .windows import every_nth, layers_of, read_gguf_windows, windows, windows_with_rope
+from .windows import every_nth, layers_of, windows, windows_with_rope
 
 B = Buffer
 
@@ -69,7 +69,12 @@ GLM4 = replace(
 
 def _scalar(config: Keys) -> dict[str, Any]:
     """Read the factors by which Gemma 2 and 3 multiply embeddings and attention scores."""
-    if (scalar := config.number("query_pre_attn_scalar", 256)) <= 0:
+    scalar = config.number("query_pre_attn_scalar", 256)
+    if config.gguf:  # as in llama.cpp, which divides scores of the 27B models by the root of hidden / heads
+        large = config.count("num_hidden_layers") in (46, 62)
+        heads = max(config.count("num_attention_heads"), 1)
+        scalar = max(1, config.count("hidden_size") / heads if large else config.count("head_dim", 256))
+    if scalar <= 0:
         raise MegakernelError(f"{config.source}: query_pre_attn_scalar is {scalar}; it must be positive")
     return scaled_embeddings(config.count("hidden_size")) | {"attention_multiplier": scalar**-0.5}
 
@@ -89,14 +94,6 @@ def _gemma3(config: Keys) -> dict[str, Any]:
     return _scalar(config) | windows_with_rope(config, full, theta)
 
 
-def _gguf_gemma(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
-    """Read the windows, and the RoPE base of layers with windows. Multipliers follow from sizes, as in llama.cpp."""
-    layers, hidden, heads = (config.count(key) for key in ("block_count", "embedding_length", "attention.head_count"))
-    # The 27B models (46 or 62 layers) divide scores by the root of hidden / heads, not of the size of a head.
-    size = max(1, hidden / max(heads, 1) if layers in (46, 62) else config.count("attention.key_length", 256))
-    return scaled_embeddings(hidden) | read_gguf_windows(config, every, theta) | {"attention_multiplier": size**-0.5}
-
-
 _NORMS_BEHIND = {
     B.POST_ATTN_NORM: of_layer("post_attention_layernorm", "post_attention_norm"),
     B.POST_MLP_NORM: of_layer("post_feedforward_layernorm", "post_ffw_norm"),
@@ -112,8 +109,6 @@ GEMMA2 = replace(
     read=_gemma2,
     defaults={**GEMMA.defaults, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256000},
     activations=(GELU,),
-    gguf_fields={"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logit_softcapping", 30.0)},
-    read_gguf=lambda config: _gguf_gemma(config, 2),
 )
 
 VAULT_GEMMA = replace(
@@ -137,8 +132,6 @@ GEMMA3 = replace(
     read=_gemma3,
     defaults={**GEMMA2.defaults, "max_position_embeddings": 131072, "rope_theta": 1e6, "vocab_size": 262208},
     two_ropes=True,
-    gguf_fields={},
-    read_gguf=lambda config: _gguf_gemma(config, 6, 1e4),
 )
 
 
@@ -154,12 +147,6 @@ def _exaone4(config: Keys) -> dict[str, Any]:
     return windowed | {"nope_layers": windowed.get("full_layers", tuple(layers))}
 
 
-def _gguf_exaone4(config: Keys) -> dict[str, Any]:
-    """Read which layers have sliding windows. llama.cpp expects windows in the 32B model only."""
-    windowed = read_gguf_windows(config, 4)
-    return windowed | {"nope_layers": windowed.get("full_layers", ())}
-
-
 EXAONE4 = Family(
     name="exaone4",
     models="EXAONE 4.0, on CPUs only",
@@ -171,8 +158,12 @@ EXAONE4 = Family(
     read=_exaone4,
     keys="layer_types max_window_layers reorder_qk_norm",
     defaults={"rms_norm_eps": 1e-5},
-    read_gguf=_gguf_exaone4,
 )
+
+
+def _olmo3(config: Keys) -> dict[str, Any]:
+    theta = config.number("rope_local_base_freq", config.number("rope_theta", 5e5))
+    return windows_with_rope(config, every_nth(layers_of(config), 4), theta)
 
 
 OLMO2 = Family(
@@ -184,15 +175,14 @@ OLMO2 = Family(
     fixed={"post_norms": True, "whole_norms": True},
     fields=ATTENTION_BIAS,
     defaults={"rms_norm_eps": 1e-5},
-    # Only files of OLMo 3 have windows.
-    read_gguf=lambda config: read_gguf_windows(config, 4, config.number("rope.freq_base", 1e4)),
+    read=lambda config: _olmo3(config) if config.gguf else {},  # GGUF files of OLMo 3 have the same name
 )
 
 OLMO3 = replace(
     OLMO2,
     name="olmo3",
     models="Olmo-3-7B and 32B",
-    read=lambda c: windows_with_rope(c, every_nth(layers_of(c), 4), c.number("rope_theta", 5e5)),
+    read=_olmo3,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     two_ropes=True,
 )

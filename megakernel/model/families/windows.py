@@ -28,35 +28,14 @@ def windows(config: Keys, full: Iterable[int] = (), default: int = 4096) -> dict
     return {"window": window, "full_layers": full}
 
 
-def layers_of(config: Keys, key: str = "num_hidden_layers") -> range:
+def layers_of(config: Keys) -> range:
     """The numbers of a model's layers. `check_config` later refuses a number of layers above the limit."""
-    return range(min(config.count(key), MOST_LAYERS))
+    return range(min(config.count("num_hidden_layers"), MOST_LAYERS))
 
 
 def every_nth(layers: range, every: int) -> range:
     """The last layer of each group of `every` successive layers."""
     return layers[every - 1 :: every]
-
-
-def read_gguf_windows(config: Keys, every: int, theta: float = 0.0) -> dict[str, Any]:
-    """Read the windows of GGUF files in which some layers have them. The file's pattern is a list with true for these
-    layers, or a number n if only every n-th layer has no window (0: all have one). Without a pattern, n is `every`. If
-    `theta` is not 0, layers with windows have a separate RoPE, whose base is `theta` unless the file gives one."""
-    layers, pattern = layers_of(config, "block_count"), config.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        if len(pattern) < len(layers) or not all(isinstance(windowed, int) for windowed in pattern):
-            raise MegakernelError(
-                f"{config.source}: {config.prefix}attention.sliding_window_pattern = {short(pattern)} must have "
-                f"true or false for each of {len(layers)} layers"
-            )
-        full = tuple(layer for layer in layers if not pattern[layer])
-    else:
-        every = config.count("attention.sliding_window_pattern", every)
-        full = tuple(every_nth(layers, every)) if every > 0 else ()
-    local = {"local_theta": config.number("rope.freq_base_swa", theta)} if theta else {}
-    if (window := config.count("attention.sliding_window", 0)) < 1 or len(full) >= len(layers):
-        return {"window": 0}
-    return {"window": window, "full_layers": full, **local}
 
 
 def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[str, Any]:
@@ -67,7 +46,7 @@ def windows_with_rope(config: Keys, full: Iterable[int], theta: float) -> dict[s
     local = tables.get("sliding_attention") if isinstance(tables, dict) else None
     inside = Keys(local if isinstance(local, dict) else {}, f"{config.source}: rope_parameters.sliding_attention")
     inside.only("rope_type", "default")
-    if config.get("sliding_window", 4096) is None:
+    if config.get("sliding_window", 4096) is None and not config.gguf:
         raise MegakernelError(f"{config.source}: sliding_window is null; it must be at least 1")
     windowed = windows(config, full)
     return windowed | {"local_theta": inside.number("rope_theta", theta)} if windowed else {}
