@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import socket
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from time import monotonic
@@ -31,7 +31,7 @@ from starlette.types import Receive, Scope, Send
 from megakernel.errors import MegakernelError
 from megakernel.serving.replicas.placement import Plan, Resources
 from megakernel.serving.replicas.relay import relay
-from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
+from megakernel.serving.replicas.routing import choose, prefix_of, remember
 from megakernel.serving.replicas.server_process import Head, Headers, Part, ServerProcess
 from megakernel.serving.server.errors import APIError
 from megakernel.serving.server.writer import Replay
@@ -74,7 +74,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, slack: int) -> None:
         self._slack = slack
         self._at: dict[str, ReplicaID] = {}  # id of each unfinished request -> the replica that was chosen for it
-        self._seen: dict[ReplicaID, SeenPrefixes] = {}
+        self._seen: dict[ReplicaID, OrderedDict[bytes, None]] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -98,7 +98,7 @@ class PrefixRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._at[pending_request.metadata.internal_request_id] = replica_id
-        self._seen.setdefault(replica_id, SeenPrefixes()).add(pending_request.kwargs["prefix"])
+        remember(self._seen.setdefault(replica_id, OrderedDict()), pending_request.kwargs["prefix"])
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._at.pop(internal_request_id, None)

@@ -62,19 +62,10 @@ def choose(prefix: Sequence[bytes], known: Mapping[R, Container[bytes]], loads: 
     return max(fair, key=lambda replica: (matched(replica), -loads[replica]))
 
 
-class SeenPrefixes:
-    """Remembers the hashes of the prompts that one replica has answered most recently (see `prefix_of`)."""
-
-    def __init__(self, most: int = _KEPT) -> None:
-        self._names: OrderedDict[bytes, None] = OrderedDict()
-        self._most = most
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def add(self, prefix: Sequence[bytes]) -> None:
-        for name in prefix:
-            self._names[name] = None
-            self._names.move_to_end(name)
-        while len(self._names) > self._most:
-            self._names.popitem(last=False)
+def remember(seen: OrderedDict[bytes, None], prefix: Sequence[bytes], most: int = _KEPT) -> None:
+    """Add the hashes `prefix` to the `most` hashes that one replica has answered most recently (see `prefix_of`)."""
+    for name in prefix:
+        seen[name] = None
+        seen.move_to_end(name)
+    while len(seen) > most:
+        seen.popitem(last=False)

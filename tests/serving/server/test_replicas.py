@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from megakernel.errors import MegakernelError
 from megakernel.serving import replicas
 from megakernel.serving.replicas import cluster, placement
 from megakernel.serving.replicas.placement import Resources, place, prepare
-from megakernel.serving.replicas.routing import SeenPrefixes, choose, prefix_of
+from megakernel.serving.replicas.routing import choose, prefix_of, remember
 from megakernel.serving.replicas.server_process import Head
 from megakernel.serving.server.writer import Replay
 
@@ -82,10 +83,10 @@ def test_the_replica_is_chosen_by_prefix_then_by_load() -> None:
 
 
 def test_only_the_last_beginnings_are_kept() -> None:
-    seen = SeenPrefixes(most=2)
-    seen.add([b"a", b"b"])
-    seen.add([b"a", b"c"])
-    assert [name in seen for name in (b"a", b"b", b"c")] == [True, False, True]
+    seen = OrderedDict[bytes, None]()
+    remember(seen, [b"a", b"b"], most=2)
+    remember(seen, [b"a", b"c"], most=2)
+    assert seen.keys() == {b"a", b"c"}
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"temperature": 0, "logprobs": 1, "stream_options": {"include_usage": True}}),
     ("/v1/completions", {"return_token_ids": True, "logprobs": 0}),  # without a seed
     ("/v1/chat/completions", {"seed": 7, **CALL}),
-    ("/v1/chat/completions", {"seed": 8, "n": 2, "guided_json": PERSON}),
+    ("/v1/chat/completions", {"seed": 8, "n": 2, "structured_outputs": {"json": PERSON}}),
     ("/v1/chat/completions", {"seed": 9, "stream": False, **CALL}),
     ("/v1/responses", {"seed": 1}),
 ]
