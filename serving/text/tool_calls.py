@@ -73,7 +73,6 @@ _JSON_BEGINS = '{"name":"', '{"type":"function","name":"'  # without white space
 _TAG_HEAD = re.compile(rf"\s*{markup.BEGIN}{_NAME}>")
 # A call as recent Mistral models write it: the function's name, and then the arguments.
 _NAMED_HEAD = re.compile(rf"{_NAME}(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)")
-_NAMED_BEGINNING = re.compile(r"[a-zA-Z0-9_.-]{1,64}(?:\[[\w\]\[]{0,80})?\s*")
 _MOST_HEAD = 300  # maximum characters of a call before its arguments
 
 
@@ -144,7 +143,7 @@ class CallReader(Reader):
                 self._tags = markup.Tags(self._functions[found[1]]) if head is _TAG_HEAD else None
                 self._state = self._arguments
                 return True
-        if not last and _may_be_head(text):
+        if not last and len(text) < _MOST_HEAD:
             return False
         self._state = self._outside
         self._give(text[:1])  # otherwise this character would begin the same call again
@@ -186,17 +185,8 @@ class CallReader(Reader):
             return True
         if not text or (not last and any(mark.startswith(text) for mark in (self._end, *self._form.marks))):
             return False
-        self._state = self._head if _may_be_head(text) and not text.startswith(self._form.marks) else self._outside
+        self._state = self._head if text[0] == "{" else self._outside
         return True
-
-
-def _may_be_head(text: str) -> bool:
-    """Return whether `text` is, or may become, a call up to its arguments."""
-    begun = "".join(text.split()).lstrip("[")
-    return len(text) < _MOST_HEAD and (
-        any(begun.startswith(head) or head.startswith(begun) for head in (*_JSON_BEGINS, markup.BEGIN))
-        or _NAMED_BEGINNING.fullmatch(text) is not None
-    )
 
 
 def beginning(text: str, mark: str, most: int = sys.maxsize) -> int:
