@@ -54,12 +54,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.saved = self.request.prompt_ids
 
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt and the generated tokens."""
-        return self.tokens_from(0)
-
     def tokens_from(self, start: int) -> list[int]:
+        """Return the tokens of the prompt and of the output from number `start` on."""
         known = self.saved if self.slot < 0 else self.slots.known_tokens(self.slot)
         return known[start:].tolist()  # type: ignore[no-any-return]
 
@@ -387,13 +383,12 @@ class Planner:
         start = slots.computed[slot]
         for chunk, (sequence, length) in enumerate(prompts, len(ones)):
             tokens.append(self._prompt(chunk, sequence, length, rows))
-        added = zip(_Row._fields, np.array(rows, np.int64).reshape(-1, len(_Row._fields)).T, strict=True)
-        columns = {
-            name: np.append(column, more.astype(column.dtype))
-            for (name, more), column in zip(added, turns.rows, strict=True)
-        }
+        added = np.array(rows, np.int64).reshape(-1, len(_Row._fields)).T
+        columns = [np.append(old, more.astype(old.dtype)) for old, more in zip(turns.rows, added, strict=True)]
         slot, count = np.append(turns.slot, slot), np.append(turns.count, count)
-        return PlannedRows(_turns(slots, slot, count, columns), np.append(decoded.start, start), np.concatenate(tokens))
+        return PlannedRows(
+            _turns(slots, slot, count, _Row(*columns)), np.append(decoded.start, start), np.concatenate(tokens)
+        )
 
     def _decode(self, slot: Ints) -> PlannedRows:
         """Plan one decode row for each of the slots `slot`: compute the last token and sample the next one."""
@@ -405,7 +400,7 @@ class Planner:
         if turns is None or turns.slot is not slot or turns.place is not place:
             one, zero, none = np.ones(n, np.int64), np.zeros(n, np.int64), np.full(n, -1)
             row = _Row(np.arange(n), zero, place, none, one > 0, slots.top[slot], none)
-            turns = self._last = _turns(slots, slot, one, row._asdict())
+            turns = self._last = _turns(slots, slot, one, row)
         known = start < slots.known[slot]
         if not np.count_nonzero(known):
             return PlannedRows(turns, start, turns.after)  # tokens of -1: not sampled yet
@@ -466,15 +461,14 @@ def extended(part: PlannedRows, slots: Slots, runs: Mapping[int, Seq[int]]) -> P
     old = turns.rows._replace(store=turns.store & (stores[turns.chunk] | ~np.isin(turns.chunk, chunks)))
     alive = turns.alive(slots)
     columns = [np.insert(column, at, more) for column, more in zip(old, added, strict=True)]
-    kept = alive[columns[0]]
-    rows = {name: column[kept] for name, column in zip(_Row._fields, columns, strict=True)}
-    rows["chunk"] = (np.cumsum(alive) - 1)[rows["chunk"]]
+    rows = _Row(*(column[alive[columns[0]]] for column in columns))
+    rows = rows._replace(chunk=(np.cumsum(alive) - 1)[rows.chunk])
     return PlannedRows(
         _turns(slots, turns.slot[alive], count[alive], rows), start[alive], tokens[np.repeat(alive, count)]
     )
 
 
-def _turns(slots: Slots, slot: Ints, count: Ints, rows: Mapping[str, NDArray[Any]]) -> Turns:
+def _turns(slots: Slots, slot: Ints, count: Ints, rows: _Row) -> Turns:
     """Return the plan of a step that computes `count` tokens for each `slot`. `rows` has its fields for logit rows."""
     names = ("ticket", "sequence", "reader", "number")
-    return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows)
+    return Turns(slot=slot, count=count, **{name: getattr(slots, name)[slot] for name in names}, **rows._asdict())

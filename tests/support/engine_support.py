@@ -24,7 +24,7 @@ from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.text.codec import Transcript, single_tokens
+from megakernel.serving.server.client import Transcript, single_tokens
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63
@@ -38,7 +38,7 @@ def digest(tokens: Sequence[int], before: int = 0) -> int:
 
 def output_ids(choice: Any) -> list[int]:
     """Return the generated token ids of one completion (`choice`) of a request."""
-    return list(choice.tokens[len(choice.request.prompt_ids) :])
+    return choice.tokens_from(len(choice.request.prompt_ids))
 
 
 def continuation(said: int, seed: int, choice: int) -> int:
