@@ -16,7 +16,7 @@ from . import on_interrupt
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, SamplingParams
-    from megakernel.serving.text.codec import Token
+    from megakernel.serving.server.client import Token
 
 Messages = list[dict[str, str]]
 T = TypeVar("T")

@@ -123,7 +123,7 @@ def _flags(path: Path) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     from megakernel.serving.server.frontend import allow_connections, url
     from megakernel.serving.server.frontends import Frontends
-    from megakernel.serving.server.host import EngineHost
+    from megakernel.serving.server.loop import EngineLoop
 
     given = {n: SETTINGS[n].value() if (value := getattr(args, n)) is None else value for n in _SETTINGS}
     if args.positional is not None:
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
             llm.warm(_WARM_SECONDS)
         name = (given["served_model_name"] or [llm.model])[0]
         address = url(sock, "https" if tls else "http")
-        host = EngineHost(
+        host = EngineLoop(
             llm,
             source=given["model"],
             frontends=given["api_server_count"],
@@ -159,13 +159,13 @@ def run(args: argparse.Namespace) -> int:
                 listener=sock,
                 count=given["api_server_count"],
                 start=_start(given, host.description, sock, tls),
-                on_gone=lambda identity: host.loop.forget(identity.encode()),
+                on_gone=lambda identity: host.forget(identity.encode()),
                 on_ready=lambda: _ready(args.json, address, name, llm),
                 on_drain=lambda name: output.stderr.print(
                     f"{name}: finishing the requests in progress; repeat the signal to end at once"
                 ),
             )
-            host.loop.on_death = frontends.engine_died
+            host.on_death = frontends.engine_died
             frontends.run()
         finally:
             host.close()

@@ -207,9 +207,8 @@ def _chat_page() -> str:
 
 
 def _correct(schema: dict[str, Any], service: Service) -> None:
-    """Correct the OpenAPI schema that FastAPI makes. Limit token ids to the vocabulary, remove status 422, which this
-    server does not use, and add the API key if the server requires one."""
-    _bound(schema, service.description.vocab)
+    """Correct the OpenAPI schema that FastAPI makes. Remove status 422, which this server does not use, and add the API
+    key if the server requires one."""
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
     if service.access.keys:
@@ -220,14 +219,3 @@ def _correct(schema: dict[str, Any], service: Service) -> None:
             if service.access.guards(name):
                 operation["security"] = [{"key": []}]
                 operation["responses"]["401"] = {"description": "missing or wrong API key"}
-
-
-def _bound(node: Any, vocab: int) -> None:
-    if isinstance(node, dict):
-        if node.pop("x-vocabulary", False):
-            node["maximum"] = vocab - 1
-        for value in node.values():
-            _bound(value, vocab)
-    elif isinstance(node, list):
-        for value in node:
-            _bound(value, vocab)

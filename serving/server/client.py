@@ -1,10 +1,12 @@
-"""Connects a frontend (HTTP server process) with the engine in another process, and collects the engine's answers on an
-asyncio event loop. Up to 64 messages are read at once, so a frontend that lags behind gets several tokens together."""
+"""Connects a frontend (HTTP server process) with the engine in another process, and collects the engine's answers, as
+tokens and as text, on an asyncio event loop. Up to 64 messages are read at once, so a frontend that lags behind gets
+several tokens together. The engine handles token ids only, so making text of them never delays a step."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
@@ -16,10 +18,11 @@ import zmq
 from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
-from megakernel.serving.engine.sampling import Begun, SamplingParams, Score, TokenIds, Tokens
+from megakernel.model.tokenizer import TextStream
+from megakernel.serving.engine.sampling import FINISH, Begun, SamplingParams, Score, TokenIds, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
-from megakernel.serving.text.codec import Token, Transcript, single_tokens
+from megakernel.serving.text.tool_calls import beginning
 
 if TYPE_CHECKING:  # not imported at run time, so that `AsyncLLM` works without the packages for metrics
     from megakernel.serving.server.metrics import Metrics
@@ -47,6 +50,111 @@ class Overloaded(MegakernelError):
     """Too many requests are waiting. The request may succeed later."""
 
 
+_NO_TOP: dict[int, float] = {}
+
+
+class Token(msgspec.Struct, gc=False):
+    """One generated token. `choice` is the number of its choice (completion), and `at` the time at which its step
+    ended. If requested, `top_logprobs` has the log-probabilities of the most likely ids and of this token's id."""
+
+    choice: int
+    token_id: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    finish_reason: str | None
+    at: float
+
+
+def single_tokens(tokens: Tokens) -> Iterator[Token]:
+    """Yield the tokens of a step."""
+    columns = (tokens.choice, tokens.token_id, tokens.logprob, tokens.finish)
+    top, at = tokens.top, tokens.at
+    for i, (choice, token, logprob, finish) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        yield Token(choice, token, logprob, top.get(i, _NO_TOP), FINISH[finish], at)
+
+
+class Transcript:
+    """Collects the tokens of one choice (completion) and their text. `decoder` converts ids to text; without it `text`
+    is None. `keeps` says whether log-probabilities are collected too.
+
+    `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
+    transcript is `stop` but the last token has no finish reason, a stop string was found. The caller must then call
+    `Engine.stop`. Tokens that arrive later are dropped."""
+
+    def __init__(self, params: SamplingParams, decoder: TextStream | None, keeps: bool = True) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` at the end, if any
+        self.first_at = self.last_at = 0.0  # times of the first and the last token, 0 before the first
+        self._min_tokens, self._matchers = params.min_tokens, [_Matcher(stop) for stop in params.stop_strings]
+        self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
+        self._decoder, self._keeps = decoder, keeps
+        self._text = ""
+        self._shown = 0  # number of characters of the text that `add` has returned so far
+
+    @property
+    def text(self) -> str | None:
+        return self._text if self._decoder else None
+
+    def add(self, token: Token) -> str:
+        """Append a token. Returns the new text, without an ending that may turn out to be part of a stop string. A stop
+        token has no text, unless include_stop_str_in_output is set."""
+        if self.finish_reason is not None:
+            return ""
+        self.token_ids.append(token.token_id)
+        if self._keeps:
+            self.logprobs.append(token.logprob)
+            self.top_logprobs.append(token.top_logprobs)
+        self.first_at, self.last_at = self.first_at or token.at, token.at
+        self.finish_reason = token.finish_reason
+        unseen = False  # whether this token adds nothing to the text
+        if token.finish_reason == "stop":
+            unseen = not self._keeps_end
+            self.stop_reason = token.token_id if token.token_id in self._stop_ids else None
+        if self._decoder is None:
+            return ""
+        piece = "" if unseen else self._decoder.add(token.token_id)
+        if token.finish_reason is not None:
+            piece += self._decoder.finish()  # the rest of the text, if its last character is incomplete
+        if not self._matchers:
+            self._text += piece
+            return piece
+        if self._append(piece):
+            self.finish_reason = "stop"
+        held = max(one.matched for one in self._matchers) if self.finish_reason is None else 0
+        before, self._shown = self._shown, max(self._shown, len(self._text) - held)
+        return self._text[before : self._shown]
+
+    def _append(self, piece: str) -> bool:
+        """Append `piece` to the text. If the text now contains a stop string, end the text there and return True."""
+        self._text += piece
+        found = [(one.read(self._text, len(piece)), one.stop) for one in self._matchers]
+        ends = [end for end in found if end[0] >= 0]
+        if not ends or len(self.token_ids) < self._min_tokens:
+            return False
+        at, stop = min(ends)
+        self._text = self._text[: at + len(stop) * self._keeps_end]
+        self.stop_reason = stop
+        return True
+
+
+class _Matcher:
+    """Finds a stop string in a text that grows. `matched` is the length of the longest suffix of the text that is a
+    proper prefix of `stop`."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.matched = stop, 0
+
+    def read(self, text: str, new: int) -> int:
+        """Read a text whose last `new` characters are new. Returns the position of the first stop string that ends in
+        the new characters, or -1. The number of comparisons does not grow with the stop string, because `matched` grows
+        by at most `new`."""
+        self.matched = beginning(text, self.stop, self.matched + new)
+        return text.find(self.stop, max(0, len(text) - new - len(self.stop) + 1))
+
+
 @dataclass(slots=True)
 class Delta:
     """The new text and tokens of one choice (completion). `index` is the number of the choice among the choices of all
@@ -70,7 +178,7 @@ class Answers:
     def __init__(
         self, client: EngineClient, prompts: Seq[TokenIds], params: SamplingParams, transcripts: list[Transcript]
     ) -> None:
-        self.first, self.params, self.n, self.choices = 0, params, params.n, len(transcripts)
+        self.first, self.params, self.n = 0, params, params.n
         self.submitted_at = perf_counter()
         self.transcripts = transcripts  # the text of each choice
         # Maps a prompt's number to the log-probabilities of its tokens except the first, and of the most likely ids at
@@ -81,14 +189,12 @@ class Answers:
         self.pooled: dict[int, NDArray[np.float32]] = {}  # prompt -> its last or mean hidden state, if requested
         self.admitted: dict[int, float] = {}  # choice -> when the engine first admitted it
         self.cached = self.completion_tokens = 0  # `cached` prompt tokens were found in the prefix cache so far
-        # `open` counts choices that the engine has not ended. `_left` counts choices whose end `take` has not returned.
-        self.open = self._left = len(transcripts)
+        self._left = len(transcripts)  # number of choices whose end `take` has not returned
         self._client, self._metrics, self.prompts = client, client.metrics, prompts
         self.prompt_tokens = sum(map(len, prompts))
         work = 1 + (params.logprobs or 0) + sum(1 + len(stop) // 32 for stop in params.stop_strings)
         self._most = max(1, MOST_WORK // work)  # maximum number of tokens of one `take`
         self._tokens: deque[Token] = deque()  # those that have arrived since the last `take`
-        self._begun = False  # whether tokens have arrived
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
@@ -143,6 +249,8 @@ class Answers:
         tops += part.tops
 
     def accept(self, unenforced: tuple[str, ...]) -> None:
+        if self._metrics:
+            self._metrics.prompts(self.prompts)
         self.unenforced = unenforced
         self._news.set()
 
@@ -160,9 +268,6 @@ class Answers:
         for _ in range(min(self._most, len(self._tokens))):
             token = self._tokens.popleft()
             taken.setdefault(token.choice - self.first, []).append(token)
-        if self._metrics and not self._begun:
-            self._metrics.prompts(self.prompts)
-        self._begun = True
         return taken
 
     async def _woken(self) -> None:
@@ -213,13 +318,12 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next = 0
         self._choices: dict[int, Answers] = {}  # number of an unfinished choice -> its answers
-        self._asked: dict[int, asyncio.Future[bytes | None]] = {}
+        self._looking: deque[asyncio.Future[bytes | None]] = deque()  # queries for a timeline, oldest first
 
     def start(self) -> None:
         """Begin to read messages on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._requests.fileno(), self._read)
-        self._send(messages.Hello())
 
     def close(self) -> None:
         """Abort the remaining answers and close the socket."""
@@ -237,9 +341,8 @@ class EngineClient:
         if self.dead is not None:
             raise self.dead
         answers.first = self._next
-        self._next += answers.choices
-        for number in range(answers.first, self._next):
-            self._choices[number] = answers
+        self._next += len(answers.transcripts)
+        self._choices.update(dict.fromkeys(range(answers.first, self._next), answers))
         prompts = [ids.tobytes() for ids in answers.prompts]
         self._send(messages.Submit(answers.first, prompts, answers.params, client, seed))
         return answers
@@ -247,13 +350,11 @@ class EngineClient:
     def stop(self, answers: Answers, number: int) -> None:
         """End a choice (completion), because its text contains a stop string. Does nothing if it has ended."""
         if self._choices.pop(answers.first + number, None):
-            answers.open -= 1
             self._send(messages.Stop(answers.first, *divmod(number, answers.n)))
 
     def abort(self, answers: Answers) -> None:
         """Abort all choices that were submitted together. Does nothing if they have ended."""
-        if answers.open:
-            self._drop(answers)
+        if self._drop(answers):
             self._send(messages.Abort(answers.first))
 
     def fail_all(self, error: MegakernelError) -> None:
@@ -268,7 +369,7 @@ class EngineClient:
         for answers in set(self._choices.values()):
             self._drop(answers)
             answers.fail(self.dead)
-        for future in self._asked.values():
+        for future in self._looking:
             if not future.done():
                 future.set_exception(self.dead)
 
@@ -280,14 +381,9 @@ class EngineClient:
         """Ask the engine's process for the HTML page of a traced step. Returns None if no step has been traced."""
         if self.dead is not None:
             raise self.dead
-        number, self._next = self._next, self._next + 1
-        future: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
-        self._send(messages.Look(number))
-        try:
-            return await future
-        finally:
-            del self._asked[number]
+        self._looking.append(asyncio.get_running_loop().create_future())
+        self._send(messages.Look())
+        return await self._looking[-1]
 
     def _send(self, message: messages.ToEngine) -> None:
         self._requests.send(messages.encode(message))
@@ -319,9 +415,9 @@ class EngineClient:
                 case messages.Accepted(first, keywords):
                     if answers := self._choices.get(first):
                         answers.accept(keywords)
-                case messages.Seen(number, content):
-                    future = self._asked.get(number)
-                    if future is not None and not future.done():
+                case messages.Seen(content):
+                    future = self._looking.popleft()
+                    if not future.done():  # otherwise the client has left
                         future.set_result(content)
                 case messages.Dead(why):
                     self.die(why)
@@ -340,9 +436,9 @@ class EngineClient:
             answers.put(token)
             if token.finish_reason is not None:
                 del choices[token.choice]
-                answers.open -= 1
 
-    def _drop(self, answers: Answers) -> None:
-        for number in range(answers.first, answers.first + answers.choices):
-            self._choices.pop(number, None)
-        answers.open = 0
+    def _drop(self, answers: Answers) -> bool:
+        """Forget the choices that were submitted together. Returns whether the engine has not ended all of them."""
+        numbers = range(answers.first, answers.first + len(answers.transcripts))
+        found = [self._choices.pop(number, None) for number in numbers]
+        return any(found)

@@ -112,30 +112,6 @@ def quoted(value: object) -> str:
     return shortened(repr(value))
 
 
-# The error message for each of pydantic's error types.
-_MUST = {
-    "less_than_equal": "must be at most {le}",
-    "greater_than_equal": "must be at least {ge}",
-    "greater_than": "must be above {gt}",
-    "less_than": "must be below {lt}",
-    "finite_number": "must be a finite number",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "list_type": "must be a list",
-    "dict_type": "must be an object",
-    "model_type": "must be an object",
-    "model_attributes_type": "must be an object",
-    "literal_error": "must be {expected}",
-    "too_long": "may have at most {max_length} entries",
-    "too_short": "must have at least {min_length} entries",
-    "string_too_long": "may have at most {max_length} characters",
-    "string_too_short": "must have at least {min_length} characters",
-    "string_pattern_mismatch": "must match {pattern}",
-}
-
-
 # Anthropic's package first sends a request with `thread`. After this error, it sends the whole conversation instead.
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
@@ -155,9 +131,7 @@ def _validation(errors: Sequence[Any]) -> APIError:
         field = ".".join(map(str, [*path, first["ctx"]["field"]]))
         told = f"{name}: {first['msg']}" if name else first["msg"]
         return APIError(400, told, param=field, details=_DETAILS.get(first["ctx"]["field"]))
-    must = _MUST.get(first["type"])
-    bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in first.get("ctx", {}).items()}
-    said = must.format(**bounds) if must else shortened(first["msg"])
-    said = re.sub(r"\b1 (entr|character)(ies|s)\b", lambda m: f"1 {m[1]}{'y' if m[1] == 'entr' else ''}", said)
+    said = re.sub(r"^\w+ should", "must", shortened(first["msg"]))  # pydantic's texts begin with "Input should"
+    said = re.sub(r"a valid dictionary.*", "an object", re.sub(r" after validation|, unable to .*", "", said))
     got = "" if isinstance(first["input"], (dict, list)) else f", not {quoted(first['input'])}"
     return APIError(400, f"{name or 'the body'} {said}{got}", param=name or None)

@@ -59,9 +59,9 @@ OF_MESSAGES = _by_name(
 
 # Each row: why the fields are refused, their names, and the values that are accepted because they have no effect.
 _REFUSED: tuple[tuple[Any, ...], ...] = (
-    ("the grammar backend is llguidance: use guided_json, guided_regex, guided_choice or guided_grammar",
-     "guided_whitespace_pattern structural_tag"),
-    ("use response_format or guided_json", "json_schema"),
+    ("use structured_outputs", "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern"
+     " structural_tag json_schema regex ebnf"),
+    ("use structured_outputs", "grammar", ""),
     ("use tools in /v1/chat/completions", "tools functions", []),
     ("use tool_choice, and tool_calls in messages", "function_call", "none", "auto"),
     ("use /v1/completions or /v1/chat/completions", "allowed_token_ids bad_words", []),
@@ -79,15 +79,13 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("use return_token_ids and /detokenize", "return_token_offsets return_prompt_text return_token_strs", False),
     ("all clients share one prefix cache", "cache_salt extra_key"),
     ("use max_tokens, which bounds all tokens together", "thinking_token_budget thinking_budget", -1),
-    ("the model's format decides where reasoning is", "include_reasoning", True),
-    ("the model's format decides where reasoning is", "reasoning_format", "none", "auto"),
+    ("the model's format decides where reasoning is", "include_reasoning reasoning_format", True, "none", "auto"),
     ("send it in an entry of messages", "reasoning_content", {}, ""),
     ("set enable_thinking in chat_template_kwargs", "enable_thinking thinking"),
     ("this server runs only the model's own template", "chat_template"),
     ("pass them in chat_template_kwargs if the template reads them", "documents", []),
-    ("this server handles text only", "audio image images image_url video files attachments", []),
-    ("this server handles text only", "media_io_kwargs mm_processor_kwargs images_config", {}),
-    ("this server handles text only", "modalities", ["text"]),
+    ("this server handles text only", "audio image images image_url video files attachments media_io_kwargs"
+     " mm_processor_kwargs images_config modalities", [], {}, ["text"]),
     ("send it as content", "refusal"),
     ("this server does not search the web", "web_search_options"),
     ("this server has no moderation", "moderation"),
@@ -95,7 +93,6 @@ _REFUSED: tuple[tuple[Any, ...], ...] = (
     ("use max_tokens", "n_predict num_predict max_new_tokens", -1),
     ("use repetition_penalty", "repeat_penalty", 1, 1.0),
     ("use temperature 0", "do_sample", True),
-    ("use guided_grammar", "grammar", ""),
     ("this server lacks this sampler", "typical_p typical tfs_z tfs guidance_scale", 1, 1.0),
     ("this server lacks this sampler", "mirostat top_a xtc_probability dry_multiplier dynatemp_range"
      " epsilon_cutoff eta_cutoff penalty_alpha smoothing_factor no_repeat_ngram_size min_keep", 0, 0.0),

@@ -6,8 +6,6 @@ the body, the number of JSON values before it parses them, and the size of a tex
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import hmac
 import re
@@ -102,7 +100,7 @@ class AccessRules:
         matches = [hmac.compare_digest(_digest(given), known) for given in sent for known in self._digests]
         if not any(matches):
             told = "the API key is missing or wrong: send the header Authorization: Bearer KEY or x-api-key: KEY"
-            raise APIError(401, told, headers={"WWW-Authenticate": 'Bearer, Basic realm="megakernel"'})
+            raise APIError(401, told, headers={"WWW-Authenticate": "Bearer"})
 
     @cached_property
     def _digests(self) -> list[bytes]:
@@ -127,16 +125,9 @@ def _name(host: str) -> str:
 
 
 def _key(header: bytes) -> bytes:
-    """Return the API key in the Authorization header. Browsers use the Basic scheme, with the key as the password."""
+    """Return the API key in the Authorization header."""
     scheme, _, value = header.partition(b" ")
-    if scheme.lower() == b"bearer":
-        return value.strip()
-    if scheme.lower() == b"basic":
-        try:
-            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
-    return b""
+    return value.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,4 +1,5 @@
-"""Runs an engine in its own thread and takes requests from frontends, the HTTP server processes, over ZeroMQ.
+"""Runs an engine in its own thread and takes requests from frontends, the HTTP server processes, over ZeroMQ. Adds up
+what its steps do, and traces steps for timelines.
 
 The thread takes the messages that came since the last step, runs a step, and sends each frontend its tokens in one
 message. Sending never blocks. If a frontend reads slowly, its tokens are kept in memory. Their number is bounded,
@@ -7,7 +8,10 @@ because `max_tokens` limits the tokens of each answer, and the number of waiting
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,19 +29,29 @@ from numpy.typing import NDArray
 
 from megakernel.errors import MegakernelError
 from megakernel.model.limited import HelperLost
-from megakernel.serving.engine.engine import Engine, Step
-from megakernel.serving.engine.grammars import Constraint, Grammars
+from megakernel.program import Program
+from megakernel.roofline import Ceilings
+from megakernel.serving.bench.ceilings import share_of
+from megakernel.serving.engine.engine import Step
+from megakernel.serving.engine.grammars import Constraint
+from megakernel.serving.engine.live import Totals
 from megakernel.serving.engine.request import Request, Sequence
 from megakernel.serving.engine.sampling import Score, Tokens
 from megakernel.serving.server import messages
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 from megakernel.serving.server.client import Overloaded
+from megakernel.serving.server.messages import Description
+from megakernel.serving.text.llm import LLM
+from megakernel.timeline import page, resolve, summarise
+from megakernel.trace import Trace
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL = b"server"  # sender name of the empty messages by which `_in_engine` wakes the engine's thread
 _GRAMMARS, _TIMELINE = "grammars", "timeline"  # the kinds of slow work
+TRACE_WAIT_S = 10.0  # seconds to wait for the engine to run a step that can be traced
+_TOTALS = ("steps", "wall_s", "bound_s", "flops", "bytes", "rows")  # sums over all steps; `/metrics` shows the sums
 _SCORES = 2048  # maximum tokens in a message of prompt log-probabilities, which a frontend decodes in a few ms
 _Key = tuple[bytes, int]  # identifies a job: the frontend that sent it, and the frontend's number for its first choice
 
@@ -53,7 +67,8 @@ class _Job:
 
 
 class EngineLoop:
-    """Runs `engine` in a thread. No other code may call the engine between `start` and the end of `close`.
+    """Runs an LLM's engine in a thread, for HTTP server processes or for one `AsyncLLM`. No other code may call the
+    engine between `start` and the end of `close`.
 
     Frontends (HTTP server processes) know from `description` where the engine's socket is. At most `max_waiting`
     choices of one client may wait. Of all clients together, twice as many may wait, so that no client alone fills the
@@ -63,10 +78,26 @@ class EngineLoop:
     thread when the engine has failed."""
 
     def __init__(
-        self, engine: Engine, grammars: Grammars, description: messages.Description, *, max_waiting: int
+        self, llm: LLM, *, source: str, frontends: int, max_waiting: int, ceilings: Ceilings | None = None
     ) -> None:
-        self.engine = engine
-        self.row = Board(description.board, description.rows, create=True).row(0, ENGINE_FIELDS)
+        """`source` says where the tokenizer is. Steps are added up and compared with `ceilings`, the hardware's maximum
+        rates. Without `ceilings`, no step is added up or traced."""
+        self.engine, dims = llm.engine, llm.engine.dims
+        folder = tempfile.mkdtemp(prefix="megakernel-")  # `mkdtemp` makes a folder that other users cannot enter
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.description = Description(
+            source=source,
+            name=llm.model,
+            vocab=llm.config.vocab,
+            max_context=dims.bucket.max_context,
+            hidden=llm.config.hidden,
+            pooling=llm.pooling,
+            kv_page=dims.bucket.kv_page,
+            sampling=llm.sampling,
+            folder=folder,
+            rows=1 + frontends,
+        )
+        self.row = Board(self.description.board, self.description.rows, create=True).row(0, ENGINE_FIELDS)
         self.on_step: list[Callable[[Step, float], None]] = []
         self.tracing = False  # whether to trace the next step
         self.on_death: Callable[[], None] = lambda: None
@@ -76,34 +107,68 @@ class EngineLoop:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.bind(description.requests)
+        try:
+            self._socket.bind(self.description.requests)
+        except zmq.ZMQError as e:
+            raise MegakernelError(f"cannot create a socket in {folder}: {e}: set TMPDIR to another folder") from e
         self._control = self._context.socket(zmq.DEALER)
         self._control.set(zmq.IDENTITY, CONTROL)
-        self._control.connect(description.requests)
+        self._control.connect(self.description.requests)
         self._control_lock = threading.Lock()
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # calls for the engine's thread
         # Slow work runs in two threads, so that it delays no step: one compiles grammars, one makes timelines.
         self._threads = {kind: ThreadPoolExecutor(1, kind) for kind in (_GRAMMARS, _TIMELINE)}
-        self._grammars = grammars
+        self._grammars = llm.grammars
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stop_compiling = threading.Event()
         self._compiler = threading.Thread(
-            target=engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
+            target=llm.engine.programs.warm, args=(self._stop_compiling,), name="compile", daemon=True
         )
         # Only the engine's thread uses the following fields.
         self._jobs: dict[_Key, _Job] = {}
         self._job_of: dict[Request, _Job] = {}
-        self._readers: list[bytes] = []  # frontends that have sent jobs; `Request.reader` is an index of this list
         self._open_of: Counter[str] = Counter()  # number of unfinished choices, by client
         self._compiling: dict[_Key, messages.Submit] = {}  # jobs that wait until their grammar is compiled
         self._uncompiled: OrderedDict[str, list[_Key]] = OrderedDict()  # by client: the jobs whose grammar waits
         self._compiles = False
-        self._looking: list[tuple[bytes, int]] = []  # the queries that wait: frontend and number
-        self._frontends: set[bytes] = set()
+        self._looking: list[bytes] = []  # frontends whose queries for a timeline wait
+        self._frontends: list[bytes] = []  # those that have sent a message; `Request.reader` is an index of this list
         self._gone: set[bytes] = set()
         self._closing = False
         self._step_began = 0.0
         self._tell()
+        if ceilings is not None:
+            self._record_steps(llm, ceilings)
+
+    def _record_steps(self, llm: LLM, ceilings: Ceilings) -> None:
+        self.row.put(ceiling_flops=ceilings.flops, ceiling_bytes=ceilings.read_bytes_per_s)
+        machine = share_of(ceilings, llm.machine, llm.engine.dims.split.tp)
+        totals = Totals(ceilings, llm.config.tied)
+        made = threading.Event()
+        traced: tuple[Program, Trace] | None = None
+
+        def record(step: Step, seconds: float) -> None:
+            nonlocal traced
+            totals.add(step, seconds)
+            self.row.put(**{name: getattr(totals, name) for name in _TOTALS})
+            if step.output.trace is not None:
+                self.tracing = False
+                traced = step.program, step.output.trace
+                made.set()
+
+        def timeline() -> bytes | None:
+            """Trace the next step, and return its HTML page. If no step ends in time, return the last traced one."""
+            made.clear()
+            self.tracing = True
+            made.wait(TRACE_WAIT_S)
+            self.tracing = False
+            if traced is None:
+                return None
+            shown = resolve(*traced, machine)
+            return page((shown, summarise(shown))).encode()
+
+        self.on_step.append(record)
+        self.timeline = timeline
 
     def start(self) -> None:
         """Start the threads: one runs steps, one compiles programs before they are needed."""
@@ -125,6 +190,7 @@ class EngineLoop:
         self._control.close(linger=0)
         self._socket.close(linger=1000)
         self._context.term()
+        self._remove()
 
     def _in_engine(self, call: Callable[[], None]) -> None:
         """Let the engine's thread make a call between two steps."""
@@ -139,7 +205,6 @@ class EngineLoop:
 
     def _forget(self, frontend: bytes) -> None:
         self._gone.add(frontend)
-        self._frontends.discard(frontend)
         for job in [job for job in (*self._jobs, *self._compiling) if job[0] == frontend]:
             self._abort(*job)
 
@@ -160,7 +225,7 @@ class EngineLoop:
 
     def _die(self, why: str) -> None:
         """Tell every frontend that the engine is dead, and answer later messages in the same way until `close`."""
-        for frontend in self._frontends:
+        for frontend in self._frontends:  # ZeroMQ drops what is sent to those that are gone
             self._socket.send_multipart([frontend, messages.encode(messages.Dead(why))])
         self.on_death()
         while not self._closing:
@@ -185,7 +250,8 @@ class EngineLoop:
                 yield frontend, messages.decode_to_engine(data)
 
     def _handle(self, frontend: bytes, message: messages.ToEngine) -> None:
-        self._frontends.add(frontend)
+        if frontend not in self._frontends:
+            self._frontends.append(frontend)
         match message:
             case messages.Submit():
                 self._submit(frontend, message)
@@ -194,7 +260,7 @@ class EngineLoop:
             case messages.Abort(first):
                 self._abort(frontend, first)
             case messages.Look():
-                self._look(frontend, message)
+                self._look(frontend)
 
     def _submit(self, frontend: bytes, asked: messages.Submit) -> None:
         """Queue a job now, or when its grammar is compiled."""
@@ -232,16 +298,16 @@ class EngineLoop:
                 raise result
             self._queue(key, asked, result)
 
-    def _look(self, frontend: bytes, asked: messages.Look) -> None:
+    def _look(self, frontend: bytes) -> None:
         """Answer a query for the page of a traced step. Queries that come meanwhile share the answer."""
-        self._looking.append((frontend, asked.number))
+        self._looking.append(frontend)
         if len(self._looking) == 1:
             self._run_beside(_TIMELINE, self.timeline, self._show)
 
     def _show(self, content: bytes | MegakernelError | None) -> None:
         seen = content if isinstance(content, bytes) else None
-        for frontend, number in self._looking:
-            self._socket.send_multipart([frontend, messages.encode(messages.Seen(number, seen))])
+        for frontend in self._looking:
+            self._socket.send_multipart([frontend, messages.encode(messages.Seen(seen))])
         self._looking.clear()
 
     def _run_beside(self, kind: str, work: Callable[[], T], then: Callable[[T | MegakernelError], None]) -> None:
@@ -292,8 +358,6 @@ class EngineLoop:
         # Check all prompts before the first one is queued, so that a job is refused as a whole.
         for prompt in prompts if len(prompts) > 1 else ():
             self.engine.check(prompt, asked.params)
-        if frontend not in self._readers:
-            self._readers.append(frontend)
         job = _Job(key, asked.client, len(prompts) * n)
         params = asked.params
         for number, prompt in enumerate(prompts):
@@ -303,7 +367,7 @@ class EngineLoop:
                 prompt,
                 params,
                 first=first + number * n,
-                reader=self._readers.index(frontend),
+                reader=self._frontends.index(frontend),
                 client=asked.client,
                 constraint=constraint,
             )
@@ -350,10 +414,10 @@ class EngineLoop:
         self._tell()  # before tokens are sent, so that the metrics already count an answer when its client has it
         for index in step.tokens.begun:
             for score in _scores(step.sequence[index]):
-                self._socket.send_multipart([self._readers[step.reader[index]], messages.encode(score)])
+                self._socket.send_multipart([self._frontends[step.reader[index]], messages.encode(score)])
         for reader in np.unique(step.reader).tolist():
             mine = messages.encode(_some(step.tokens, step.reader == reader))
-            self._socket.send_multipart([self._readers[reader], mine])
+            self._socket.send_multipart([self._frontends[reader], mine])
         for sequence in step.sequence[step.tokens.finish > 0]:
             self._ended(self._job_of[sequence.request], 1)
         for sequence in step.failed:

@@ -21,10 +21,6 @@ class _Record(msgspec.Struct, tag=True, array_like=True):
 # -- messages to the engine
 
 
-class Hello(_Record):
-    """A frontend has started. From now on, it will be told if the engine stops."""
-
-
 class Submit(_Record):
     """Asks the engine to continue each of `prompts` with `params`. A prompt is the bytes of its int32 token ids. The
     choices (completions) are numbered from `first` on. `client` names the client that sent the request: when many wait,
@@ -53,12 +49,10 @@ class Abort(_Record):
 
 
 class Look(_Record):
-    """Asks for the timeline (an HTML page) of a traced step. The answer repeats the `number`."""
-
-    number: int
+    """Asks for the timeline (an HTML page) of a traced step."""
 
 
-ToEngine = Hello | Submit | Stop | Abort | Look
+ToEngine = Submit | Stop | Abort | Look
 
 # -- messages to a frontend
 
@@ -88,7 +82,6 @@ class Dead(_Record):
 class Seen(_Record):
     """The answer to a `Look`. `content` is None if no step has been traced."""
 
-    number: int
     content: bytes | None
 
 

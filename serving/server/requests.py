@@ -1,11 +1,10 @@
 """What the bodies of requests have in common: how they are checked, and the fields that several endpoints accept. The
-bodies declare the range of every field, which the OpenAPI schema shows too. Names and defaults are those of vLLM,
-SGLang and the OpenAI API. A field that is null counts as absent. `fields.py` has the fields that the server ignores or
-refuses."""
+bodies declare the range of every field, which the OpenAPI schema shows too. Names and defaults are those of vLLM and
+the OpenAI API. A field that is null counts as absent, and the text "128" as the number 128, because forms and
+configuration files of clients send it. `fields.py` has the fields that the server ignores or refuses."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,7 +21,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megakernel.errors import MegakernelError
 from megakernel.model.chat_template import OWN_NAMES
 from megakernel.serving.engine.sampling import (
     MAX_BAD_CHARACTERS,
@@ -39,29 +37,6 @@ from megakernel.serving.server.fields import IGNORED, NEUTRAL, OF_STREAM_OPTIONS
 from megakernel.serving.server.limits import MAX_PROMPTS, MAX_STOP_CHARACTERS, MAX_STOPS
 
 INT32, _SEED = 2**31 - 1, 2**63
-
-# In the JSON schema, this entry marks a token id. `app.py` replaces the entry by the largest token id.
-VOCABULARY = {"x-vocabulary": True}
-
-
-def _read(value: Any) -> Any:
-    """Return a whole number such as 1.0 as an integer, because JSON does not distinguish 1.0 from 1. Return the number
-    or truth value that a short text holds, because forms and configuration files of clients send "128" for 128."""
-    if isinstance(value, str) and len(value) < 32:
-        try:
-            held = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-        value = held if isinstance(held, (int, float)) else value
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _whole_list(value: Any) -> Any:
-    """Return a list with `_read` applied to its items. Prompts may be long, so a list without floats is not copied."""
-    return [_read(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
-
-
-_WHOLE_LIST = BeforeValidator(_whole_list)
 
 
 def one_message(text: str) -> WrapValidator:
@@ -113,16 +88,13 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-# In an Annotated type, READ must come after the Field with the bounds: otherwise, the schema lacks the bounds.
-READ = BeforeValidator(_read)
-Flag = Annotated[bool, READ]
-TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), READ]
-NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), READ]
-Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit"), READ]
-TokenId = Annotated[int, Field(ge=0, le=INT32, json_schema_extra=VOCABULARY)]
+TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit")]
+Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit")]
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Text = Annotated[str, Field(min_length=1)]
 # `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), _WHOLE_LIST]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -133,10 +105,10 @@ Prompt = Annotated[
     ),
 ]
 Bias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100), READ]],
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False}),
 ]
-AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages"), READ]
+AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages")]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
@@ -172,8 +144,8 @@ class Strict(BaseModel):
     field, with a reason. A `lenient` class refuses only the fields in REFUSED and ignores other unknown fields. If
     `where` is empty, every undeclared field is ignored."""
 
-    # With strict=True, the string "5" is no number, and 1 is not true. JSON has neither infinity nor NaN.
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
+    # JSON has neither infinity nor NaN.
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False, json_schema_extra=_describe)
     where: ClassVar[str] = ""
     ignored: ClassVar[Mapping[str, str]] = IGNORED
     lenient: ClassVar[bool] = False
@@ -203,7 +175,7 @@ class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: Flag | None = None
+    strict: bool | None = None
 
 
 class ResponseFormat(Strict):
@@ -214,6 +186,21 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
+    def form(self) -> StructuredOutputsParams | None:
+        named = self.json_schema.schema_ if self.json_schema else None
+        schema = named if self.type == "json_schema" else self.schema_
+        return form_of(self.type, schema, "response_format.json_schema.schema")
+
+
+def form_of(kind: str, schema: dict[str, Any] | None, where: str) -> StructuredOutputsParams | None:
+    """Return the format that the answer must match, or None. `kind` is "text", "json_object" or "json_schema". Raises
+    an HTTP error 400 if the field `where` should have a schema and has none."""
+    if kind == "text":
+        return None
+    if kind == "json_schema" and schema is None:
+        raise APIError(400, f"{where} is required with type json_schema", param=where)
+    return StructuredOutputsParams(json_object=True) if schema is None else StructuredOutputsParams(json=schema)
+
 
 class StructuredOutputs(Strict):
     """vLLM's field `structured_outputs`."""
@@ -222,12 +209,7 @@ class StructuredOutputs(Strict):
     regex: Text | None = None
     choice: _Texts | None = None
     grammar: Text | None = None
-    json_object: Flag | None = None
-
-
-# The older fields of vLLM and SGLang that set the answer's format, with their names in StructuredOutputsParams.
-_FORMS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-_FORMS |= {"regex": "regex", "ebnf": "grammar"}
+    json_object: bool | None = None
 
 
 class Body(Strict):
@@ -244,7 +226,7 @@ class TokenizeText(Body):
 class DetokenizeRequest(Body):
     where = "/detokenize"
 
-    tokens: Annotated[list[TokenId], _WHOLE_LIST]
+    tokens: list[TokenId]
 
 
 class Truncated(Body):
@@ -260,24 +242,22 @@ class Truncated(Body):
 class Sampled(Truncated):
     """The fields that every generating endpoint accepts."""
 
-    temperature: Annotated[float, Field(ge=0, le=2), READ] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1), READ] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32), READ] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1), READ] | None = None
-    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), READ] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2), READ] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2), READ] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6), READ] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     logit_bias: Bias | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), _WHOLE_LIST] | None = None
-    ignore_eos: Flag | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32), READ] | None = None
-    include_stop_str_in_output: Flag | None = None
-    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true"), READ] | None = (
-        None
-    )
-    stream: Flag | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
+    stream: bool | None = None
 
     @property
     def shown(self) -> int | None:
@@ -311,29 +291,23 @@ class StreamOptions(Strict):
     where = "stream_options"
     ignored = OF_STREAM_OPTIONS
 
-    include_usage: Flag | None = None
+    include_usage: bool | None = None
 
 
 class Choices(Sampled):
     """The fields that completions and chat accept."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), READ] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n"), READ] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n")] | None = None
     prompt_logprobs: TopCount | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
-    return_token_ids: Annotated[bool, Field(description="also return `token_ids`"), READ] | None = None
-    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text"), READ] | None = None
+    return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
+    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text")] | None = None
 
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    guided_json: Schema | None = None
-    guided_regex: Text | None = None
-    guided_choice: _Texts | None = None
-    guided_grammar: Text | None = None
-    regex: Text | None = None
-    ebnf: Text | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -353,27 +327,13 @@ class Choices(Sampled):
     def form(self) -> StructuredOutputsParams | None:
         """Return the format that the answer must match, or None if no field sets one. Raises an HTTP error 400 if the
         format is invalid or if several fields set one."""
-        given: dict[str, dict[str, Any]] = {
-            name: {field: value} for name, field in _FORMS.items() if (value := getattr(self, name)) is not None
-        }
-        if (outputs := self.structured_outputs) is not None:
-            given["structured_outputs"] = {"json": outputs.json_, **outputs.model_dump(exclude={"json_"})}
-        wanted = self.response_format
-        if wanted is not None and wanted.type == "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-                told = "response_format.json_schema.schema is required with type json_schema"
-                raise APIError(400, told, param="response_format")
-            given["response_format"] = {"json": wanted.json_schema.schema_}
-        elif wanted is not None and wanted.type == "json_object":
-            given["response_format"] = {"json_object": True} if wanted.schema_ is None else {"json": wanted.schema_}
-        if len(given) > 1:
-            raise APIError(400, f"{' and '.join(given)} exclude each other: give one of them", param=list(given)[1])
-        for name, fields in given.items():
-            try:
-                return StructuredOutputsParams(**fields)
-            except MegakernelError as e:
-                raise APIError(400, str(e), param=name) from e
-        return None
+        outputs, wanted = self.structured_outputs, self.response_format.form() if self.response_format else None
+        if outputs is None:
+            return wanted
+        if wanted is not None:
+            told = "structured_outputs and response_format exclude each other: give one of them"
+            raise APIError(400, told, param="response_format")
+        return StructuredOutputsParams(json=outputs.json_, **outputs.model_dump(exclude={"json_"}))
 
 
 def prompt_list(given: Any) -> list[str] | list[list[int]]:

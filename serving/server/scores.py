@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.server.client import MOST_WORK
-from megakernel.serving.text.codec import Token
+from megakernel.serving.server.client import MOST_WORK, Token
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
@@ -28,6 +27,11 @@ def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
     for name, values in lists.items():
         text = pieces.setdefault(name, bytearray())
         text += b"," * bool(text and values) + _encode(values)[1:-1]
+
+
+def written(pieces: Pieces) -> dict[str, msgspec.Raw]:
+    """Return the lists in `pieces` as JSON that an encoder copies."""
+    return {name: msgspec.Raw(b"[%s]" % text) for name, text in pieces.items()}
 
 
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:

@@ -22,7 +22,7 @@ from fastapi.responses import Response
 
 from megakernel.model.chat_template import TooLong
 from megakernel.model.tokenizer import Limit
-from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams, TokenIds
+from megakernel.serving.engine.sampling import SamplingParams, TokenIds
 from megakernel.serving.server.board import Board
 from megakernel.serving.server.client import Answers, EngineClient
 from megakernel.serving.server.errors import APIError, quoted
@@ -30,7 +30,7 @@ from megakernel.serving.server.limits import MAX_LOGPROBS, MAX_WATCHED, THREADS,
 from megakernel.serving.server.messages import Description
 from megakernel.serving.server.metrics import Metrics
 from megakernel.serving.server.requests import Choices, Sampled, Truncated
-from megakernel.serving.server.writer import REPLAYED, EventStream, MakeReader, WholeAnswer, Writer, created
+from megakernel.serving.server.writer import REPLAYED, EventStream, WholeAnswer, Writer, created
 from megakernel.serving.text.codec import Codec, Conversation
 
 T = TypeVar("T")
@@ -95,21 +95,10 @@ class Tools:
         if only is not None and (other := [name for name in only if name not in functions]):
             raise APIError(400, f"tool_choice names {other[0]!r:.80}, which is none of the tools", param="tool_choice")
         self.told = given
-        self.used = bool(given) and mode != "none"
-        self._required = mode in ("required", "named")
-        self._several = mode != "named" and parallel is not False
-        self._functions = {name: functions[name] for name in functions if only is None or name in only}
-
-    def form(self, asked: StructuredOutputsParams | None, codec: Codec) -> StructuredOutputsParams | None:
-        """Return the format that the answer must match, see `Codec.constraint`. `asked` is the format that fields such
-        as `response_format` set."""
-        functions = self._functions if self.used else {}
-        return codec.constraint(functions, asked, required=self._required, several=self._several)
-
-    def reader(self, codec: Codec) -> MakeReader:
-        """Return a function that makes a parser, which finds the tool calls in the text of one choice. The function
-        returns None if all text is content."""
-        return partial(codec.reader, self._functions if self.used else None, None if self._several else 1)
+        self.required = mode in ("required", "named")
+        self.several = mode != "named" and parallel is not False
+        used = given and mode != "none"  # if not, `functions` is None
+        self.functions = {name: functions[name] for name in functions if only is None or name in only} if used else None
 
 
 class Service:
@@ -210,7 +199,7 @@ class Service:
         """Answer a conversation. If the wanted tokens exceed the context, raise a 400 or, with `cut`, generate
         fewer. `write` makes the `Writer`."""
         model, wanted = self.model(body.model), body.wanted
-        form = tools.form(body.form(), self.codec)
+        form = self.codec.constraint(tools.functions, body.form(), required=tools.required, several=tools.several)
         prompt = await self.encode_chat(asked, self.limit(body))
         self.room([prompt], None if cut else wanted)
         left = self.max_context - len(prompt)
@@ -218,7 +207,7 @@ class Service:
             choices = (body.n or 1) if isinstance(body, Choices) else 1
             left = min(left, max(1, MAX_LOGPROBS // (choices * (1 + body.shown))))
         params = body.sampling(self.description.sampling, min(left, wanted or left), form)
-        reader = tools.reader(self.codec)
+        reader = partial(self.codec.reader, tools.functions, None if tools.several else 1)
         answers = self.answers([prompt], params, special=reader() is not None)
         return await self.respond(write(model, body, answers, reader, self.tokenizer))
 

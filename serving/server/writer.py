@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,13 +42,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyReason = Literal["stop", "length", "tool_calls"]
 DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
-HALF_CLOSED = "megakernel.half_closed"  # key of the scope that says that the client has stopped sending
-PROBE_SECONDS = 0.5  # between two writes that show whether a client that has stopped sending is still there
 SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
 WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`, and for lists
-_LIST = re.compile(rf'"{_MARK}(\d+)"'.encode())
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
 _LARGE = 1 << 18  # bytes of an answer that are sent before other clients have their turn
 
 
@@ -57,7 +54,7 @@ def encode_json(value: object) -> bytes:
     try:
         return _encode(value)
     except OverflowError:
-        return json.dumps(value).encode()
+        return json.dumps(value, default=msgspec.json.decode).encode()  # the default reads a `msgspec.Raw`
 
 
 def json_response(value: object) -> Response:
@@ -200,7 +197,8 @@ class Writer(ABC):
         """`body` is the request, in which the model is called `model`. `reader` makes a parser for the text of one
         choice; its result is None if all text is content. Without the model's `tokenizer`, answers have token ids."""
         asked = body if isinstance(body, Choices) else Choices()
-        self.body, self.answers, self.reader, self.tokenizer = body, answers, reader, tokenizer
+        self.body, self.answers, self.tokenizer = body, answers, tokenizer
+        self._readers = [reader() for _ in answers.transcripts]  # by the number of the choice
         # Shows tokens as text. Without it, they are shown as `token_id:N`.
         self._shown_by = None if asked.return_tokens_as_token_ids else tokenizer
         self._shows_ids = tokenizer is None or bool(asked.return_token_ids)
@@ -208,13 +206,12 @@ class Writer(ABC):
         self._scored = asked.prompt_logprobs
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._prompts: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities
-        self._lists_left: list[bytearray] = []  # lists that are still to be put into the JSON
         self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": model}
         self._said: dict[int, Said] = {}  # by the number of the choice
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
-    async def whole(self) -> list[bytes | bytearray]:
-        """Return the JSON of the whole answer, in pieces. The text is the same as in a stream."""
+    async def whole(self) -> bytes:
+        """Return the JSON of the whole answer. The text is the same as in a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
                 await self._prepare(delta)
@@ -224,7 +221,7 @@ class Writer(ABC):
                         said.put(piece)
                 if lists := self._lists(delta):
                     append(said.scores, lists)
-        return self._filled(self._whole([self._said[index] for index in sorted(self._said)]))
+        return self._whole([self._said[index] for index in sorted(self._said)])
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield the events of the stream, except the final `last`. If another server could continue the answer, yield
@@ -235,15 +232,15 @@ class Writer(ABC):
             deltas = await self.answers.take(singly=bool(replay))
             for delta in deltas:
                 await self._prepare(delta)
-            events = self._filled(b"".join(map(make, deltas)))
-            for part in [b"".join(events)] if replay else in_groups(events):
+            events = b"".join(map(make, deltas))
+            for part in [events] if replay else in_parts(events):
                 yield part
         if self._usage_last:
             yield event(self._json([], self._usage()))
 
     def _choice(self, delta: Delta) -> Said:
         if (said := self._said.get(delta.index)) is None:
-            said = self._said[delta.index] = Said(delta, self.reader())
+            said = self._said[delta.index] = Said(delta, self._readers[delta.index])
         return said
 
     async def _prepare(self, delta: Delta) -> None:
@@ -252,18 +249,6 @@ class Writer(ABC):
         if count is not None and index not in self._prompts:
             prompt, (_, tops) = self.answers.prompts[index].tolist(), self.answers.scores[index]
             self._prompts[index] = await prompt_logprobs(self._shown_by, prompt, tops, count)
-
-    def _written(self, pieces: Pieces) -> dict[str, list[str]]:
-        """Return placeholders, which `_filled` replaces, because encoding long lists would delay other clients."""
-        self._lists_left += pieces.values()
-        return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
-
-    def _filled(self, data: bytes) -> list[bytes | bytearray]:
-        """Replace the placeholders in `data` (JSON or events) by the lists of `_written`. Returns the pieces."""
-        pieces: list[bytes | bytearray] = [*_LIST.split(data)] if self._lists_left else [data]
-        pieces[1::2] = [self._lists_left[int(number)] for number in pieces[1::2]]
-        self._lists_left.clear()
-        return pieces
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         """Return the lists of log-probabilities that an answer shows for new tokens."""
@@ -298,12 +283,9 @@ class Writer(ABC):
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
-        prompt, made = self.answers.prompt_tokens, self._made()
+        prompt, made = self.answers.prompt_tokens, self.answers.completion_tokens
         counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
         return {**counts, "prompt_tokens_details": {"cached_tokens": self.answers.cached}}
-
-    def _made(self) -> int:
-        return self.answers.completion_tokens
 
 
 class ItemWriter(Writer):
@@ -315,7 +297,7 @@ class ItemWriter(Writer):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.said = self._said[0] = Said(Delta(0, 0), self.reader())
+        self.said = self._said[0] = Said(Delta(0, 0), self._readers[0])
         self._begun = False
 
     def _events(self, delta: Delta) -> bytes:
@@ -385,7 +367,7 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         last, chunks = b"", self._writer.chunks()
-        beside = asyncio.ensure_future(self._fill_silence(scope, send))
+        beside = asyncio.ensure_future(self._fill_silence(send))
         try:
             self._waits = True
             part: bytes | None = await self._timed(anext(chunks))
@@ -405,42 +387,33 @@ class EventStream(Response):
             beside.cancel()
         await send({"type": "http.response.body", "body": last + self._writer.last, "more_body": False})
 
-    async def _fill_silence(self, scope: Scope, send: Send) -> None:
+    async def _fill_silence(self, send: Send) -> None:
         filler = WAITING if REPLAYED.get() else self._writer.filler
         while True:
-            before, silent = self._parts, 0.0
-            while silent < (PROBE_SECONDS if HALF_CLOSED in scope else SILENCE):
-                await asyncio.sleep(min(PROBE_SECONDS, SILENCE))
-                silent += PROBE_SECONDS
+            before = self._parts
+            await asyncio.sleep(SILENCE)
             if self._parts == before and self._waits:
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 
 
-def in_groups(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
-    """Join and cut pieces into groups of _LARGE bytes; the last may be smaller. Without bytes there is no group."""
-    group = bytearray()
-    for piece in pieces:
-        for at in range(0, len(piece), _LARGE):
-            group += memoryview(piece)[at : at + _LARGE]
-            if len(group) >= _LARGE:
-                yield bytes(group[:_LARGE])
-                del group[:_LARGE]
-    if group:
-        yield bytes(group)
+def in_parts(data: bytes) -> list[bytes]:
+    """Cut data into parts of _LARGE bytes; the last may be smaller. Without bytes there is no part."""
+    return [data[at : at + _LARGE] for at in range(0, len(data), _LARGE)]
 
 
 class WholeAnswer(Response):
-    """A complete JSON response, sent a few pieces at a time, so that other tasks of the event loop can run."""
+    """A complete JSON response, sent in parts, so that other tasks of the event loop can run. `pieces` make up its
+    content."""
 
-    def __init__(self, pieces: Sequence[bytes | bytearray]) -> None:
+    def __init__(self, *pieces: bytes) -> None:
         super().__init__(media_type="application/json")
         self.headers["content-length"] = str(sum(map(len, pieces)))
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for group in in_groups(self._pieces):
-            await send({"type": "http.response.body", "body": group, "more_body": True})
+        for part in (part for piece in self._pieces for part in in_parts(piece)):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

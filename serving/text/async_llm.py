@@ -12,7 +12,7 @@ from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server.client import Answers, EngineClient
-from megakernel.serving.server.host import EngineHost
+from megakernel.serving.server.loop import EngineLoop
 from megakernel.serving.text.llm import LLM, Prompt
 from megakernel.serving.text.vllm import Question, RequestOutput, as_prompts
 from megakernel.settings import SETTINGS
@@ -25,7 +25,7 @@ class AsyncLLM:
     def __init__(self, model: Any, **args: Any) -> None:
         self._llm = LLM(model, **args)
         most = SETTINGS["max_queued_requests"].value()
-        self._host = EngineHost(self._llm, source="", frontends=1, max_waiting=most)
+        self._host = EngineLoop(self._llm, source="", frontends=1, max_waiting=most)
         self._host.start()
         self._client: EngineClient | None = None
         self._requests = 0

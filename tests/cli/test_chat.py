@@ -29,7 +29,7 @@ from megakernel.serving.server.limits import AccessRules
 def live(model: str) -> Iterator[Live]:
     access = AccessRules(keys=("k",))
     with LLM(model, backend="cpu", max_context=512, max_num_seqs=2) as llm, serving(llm, access=access) as server:
-        server.host.loop.on_step.append(lambda step, seconds: time.sleep(0.02))
+        server.host.on_step.append(lambda step, seconds: time.sleep(0.02))
         yield server
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from megakernel import LLM, machine
 from megakernel.roofline import machine_ceilings
 from megakernel.serving.server.frontend import FrontendServer, listen, url
-from megakernel.serving.server.host import EngineHost
 from megakernel.serving.server.limits import AccessRules, Limits
+from megakernel.serving.server.loop import EngineLoop
 from megakernel.serving.server.service import Service, Start
 
 
@@ -24,7 +24,7 @@ class Live:
     """A running server: its frontend and its engine host are threads of this process, but communicate over sockets, as
     separate processes do."""
 
-    host: EngineHost
+    host: EngineLoop
     service: Service
     server: FrontendServer
     url: str
@@ -89,7 +89,7 @@ class Live:
 
     def at_rest(self) -> bool:
         """Return whether the server holds no request any more and every KV page is free."""
-        loop, stats, open_here = self.host.loop, self.host.loop.engine.stats, self.service.engine._choices
+        loop, stats, open_here = self.host, self.host.engine.stats, self.service.engine._choices
         known = loop._jobs or loop._job_of or loop._open_of or open_here
         return not (known or self.server.server_state.tasks or stats.running or stats.waiting or stats.pages_used)
 
@@ -101,7 +101,7 @@ def serving(
     """Yield a server on a free port, and stop it afterwards. `limits` are the fields of Limits. Programs are compiled
     when they are needed, because compiling all of them ahead takes longer than most tests."""
     ceilings = machine_ceilings(machine.host(llm.threads))
-    host = EngineHost(llm, source="", frontends=1, max_waiting=max_waiting, ceilings=ceilings)
+    host = EngineLoop(llm, source="", frontends=1, max_waiting=max_waiting, ceilings=ceilings)
     start = Start(host.description, 1, "frontend", names, access or AccessRules(), Limits(**limits))
     service = Service(start, llm.codec)
     ready = Event()
@@ -109,7 +109,7 @@ def serving(
     server = FrontendServer(start, service, ready.set)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     address, port = url(sock), sock.getsockname()[1]
-    host.loop._stop_compiling.set()
+    host._stop_compiling.set()
     host.start()
     thread.start()
     assert ready.wait(30)

@@ -11,7 +11,8 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from megakernel.serving.server import client, errors, fields, limits, requests, writer
-from megakernel.serving.server.requests import READ, Strict
+from megakernel.serving.server.requests import Strict
+from megakernel.serving.server.scores import written
 from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
@@ -37,7 +38,7 @@ class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: requests.Flag | None = None
+    strict: bool | None = None
 
 
 class Tool(Strict):
@@ -155,8 +156,8 @@ class Templated(Strict):
     """A conversation, and how the model's chat template turns it into a prompt."""
 
     messages: Messages
-    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true"), READ] | None = None
-    continue_final_message: Annotated[bool, Field(description="continue the last message"), READ] | None = None
+    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true")] | None = None
+    continue_final_message: Annotated[bool, Field(description="continue the last message")] | None = None
     chat_template_kwargs: requests.TemplateValues | None = None
     reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
     reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
@@ -208,11 +209,11 @@ class ChatRequest(Templated, requests.Choices):
 
     max_completion_tokens: requests.NewTokens | None = None
     max_tokens: requests.NewTokens | None = None  # the older name of max_completion_tokens
-    logprobs: requests.Flag | None = None
+    logprobs: bool | None = None
     top_logprobs: requests.TopCount | None = None
-    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it"), READ] | None = None
+    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it")] | None = None
     tool_choice: Annotated[Mode | Tool | AllowedChoice | None, TOOL_CHOICE] = None
-    parallel_tool_calls: requests.Flag | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -265,7 +266,7 @@ class _ChatWriter(writer.Writer):
             {
                 "index": said.index,
                 "message": self._message(said),
-                "logprobs": self._written(said.scores) or None,
+                "logprobs": written(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
                 "token_ids": self.answers.transcripts[said.index].token_ids if self._shows_ids else None,
@@ -273,7 +274,7 @@ class _ChatWriter(writer.Writer):
             for said in choices
         ]
         ids = self.answers.prompts[0].tolist() if self._shows_ids else None
-        scores = self._written(self._prompts.get(0, {})).get("prompt")
+        scores = written(self._prompts.get(0, {})).get("prompt")
         return self._json(shown, self._usage(), whole=True, prompt_token_ids=ids, prompt_logprobs=scores)
 
     def _message(self, said: writer.Said) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
-from megakernel.serving.server.requests import INT32, READ, Choices, Flag, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest
+from megakernel.serving.server.requests import INT32, Choices, Prompt, TopCount, contradiction, prompt_list
+from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, written
 from megakernel.serving.server.service import Served, Service
 from megakernel.serving.server.writer import Said, Writer, event
 
@@ -25,10 +25,10 @@ class CompletionRequest(Choices):
     where = "/v1/completions"
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description=f"default: {_DEFAULT_TOKENS}"), READ] | None = None
-    echo: Flag | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description=f"default: {_DEFAULT_TOKENS}")] | None = None
+    echo: bool | None = None
     logprobs: TopCount | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), READ] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens")] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -104,11 +104,15 @@ class _CompletionWriter(Writer):
         for said in choices:
             last, ids = replace(said.last, text=said.text("content")), self.answers.transcripts[said.index].token_ids
             choice = self._choice_of(last, ids, said.scores)
-            shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
+            shown.append(choice | {"prompt_logprobs": written(self._prompts.get(said.prompt, {})).get("prompt")})
         return self._json(shown, self._usage(), whole=True)
 
     async def _prepare(self, delta: Delta) -> None:
         await super()._prepare(delta)
+        if self.body.max_tokens == 0:  # the engine always generates a token, which this answer leaves out
+            delta.text, delta.tokens, delta.finish_reason, delta.stop_reason = "", [], "length", None
+            self.answers.transcripts[delta.index].token_ids.clear()
+            self.answers.completion_tokens = 0
         if delta.index in self._places:
             return
         self._places[delta.index] = place = _Place(self._stream(delta.prompt))
@@ -123,14 +127,12 @@ class _CompletionWriter(Writer):
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         if self.body.logprobs is None:
             return {}
-        made = [] if self.body.max_tokens == 0 else delta.tokens
-        offsets = [self._places[delta.index].next(token.token_id) for token in made]
-        shown = [(token.token_id, token.logprob, token.top_logprobs) for token in made]
+        offsets = [self._places[delta.index].next(token.token_id) for token in delta.tokens]
+        shown = [(token.token_id, token.logprob, token.top_logprobs) for token in delta.tokens]
         return completion_logprobs(self._shown_by, shown, offsets)
 
     def _events(self, delta: Delta) -> bytes:
-        plain = delta.index in self._begun and delta.finish_reason is None and not self._keeps
-        if plain and self.body.max_tokens != 0:
+        if delta.index in self._begun and delta.finish_reason is None and not self._keeps:
             return self._text_event(delta.index, delta.text)
         said = self._choice(delta)
         append(said.scores, self._lists(delta))
@@ -142,24 +144,17 @@ class _CompletionWriter(Writer):
         names = ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_token_ids", "prompt_logprobs")
         return {"index": index, "text": text, **dict.fromkeys(names), **more}
 
-    def _made(self) -> int:
-        return 0 if self.body.max_tokens == 0 else super()._made()
-
     def _choice_of(self, delta: Delta, ids: list[int], logprobs: Pieces) -> dict[str, Any]:
         """Return a choice, or one chunk of it. With `echo`, the first chunk of a choice begins with the prompt."""
-        text, reason, stop = delta.text, delta.finish_reason, delta.stop_reason
-        if self.body.max_tokens == 0:
-            text, ids, reason, stop = "", [], "length", None
         first = delta.index not in self._begun
         self._begun.add(delta.index)
-        if first and self.body.echo:
-            text = self._texts[delta.prompt] + text
+        before = self._texts[delta.prompt] if first and self.body.echo else ""
         return self._plain(
             delta.index,
-            text,
-            logprobs=self._written(logprobs) or None,
-            finish_reason=reason,
-            stop_reason=stop,
+            before + delta.text,
+            logprobs=written(logprobs) or None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
             token_ids=ids if self._shows_ids else None,
             prompt_token_ids=self.answers.prompts[delta.prompt].tolist() if first and self._shows_ids else None,
         )

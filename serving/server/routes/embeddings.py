@@ -22,9 +22,7 @@ class EmbeddingRequest(requests.Truncated):
 
     input: requests.Prompt
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, description="how many first dimensions to keep"), requests.READ] | None = (
-        None
-    )
+    dimensions: Annotated[int, Field(ge=1, description="how many first dimensions to keep")] | None = None
     add_special_tokens: requests.AddSpecial | None = None
 
     @property
@@ -54,4 +52,4 @@ async def embed(service: Served, body: EmbeddingRequest) -> Response:
         await asyncio.sleep(0)  # Other clients have their turn between the vectors.
     usage = dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, prompts)))
     head = encode_json({"object": "list", "model": model, "usage": usage})
-    return WholeAnswer([head[:-1] + b',"data":[' + data[0], *(b"," + one for one in data[1:]), b"]}"])
+    return WholeAnswer(head[:-1] + b',"data":[' + data[0], *(b"," + one for one in data[1:]), b"]}")

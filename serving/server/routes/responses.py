@@ -89,7 +89,7 @@ class ResponseTool(Strict):
     name: chat.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: requests.Flag | None = None
+    strict: bool | None = None
 
     def chosen(self) -> tuple[str, list[str]]:
         return "named", [self.name]
@@ -105,16 +105,10 @@ class AllowedChoice(Strict):
 
 
 _LOGPROBS = "message.output_text.logprobs"
-# Values of the field `include`. Only log-probabilities are supported; the others belong to tools of OpenAI's servers.
-Addition = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
+# In the field `include`, only log-probabilities are supported. What else the API allows belongs to tools of OpenAI's
+# servers, so it changes no answer here.
+Addition = Annotated[
+    str, Field(pattern=rf"^{_LOGPROBS}$|^message\.input_|^(reasoning|(file|web)_search|code_interpreter|computer)\w*\.")
 ]
 
 
@@ -133,7 +127,7 @@ class ResponsesRequest(requests.Sampled):
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS), chat.CALLABLE] | None = None
     tool_choice: Annotated[chat.Mode | ResponseTool | AllowedChoice | None, chat.TOOL_CHOICE] = None
-    parallel_tool_calls: requests.Flag | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: chat.Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 
@@ -142,15 +136,8 @@ class ResponsesRequest(requests.Sampled):
         return self.top_logprobs or (0 if _LOGPROBS in (self.include or ()) else None)
 
     def form(self) -> StructuredOutputsParams | None:
-        """Return the format that the answer's text must match, or None. Raises a 400 if the schema is missing."""
         wanted = self.text.format if self.text else None
-        if wanted is None or wanted.type == "text":
-            return None
-        if wanted.type == "json_object":
-            return StructuredOutputsParams(json_object=True)
-        if wanted.schema_ is None:
-            raise errors.APIError(400, "text.format.schema is required", param="text.format.schema")
-        return StructuredOutputsParams(json=wanted.schema_)
+        return wanted and requests.form_of(wanted.type, wanted.schema_, "text.format.schema")
 
     def chosen(self) -> Tools:
         """Return the tools in the form of /v1/chat/completions, and the choice among them."""
@@ -197,8 +184,8 @@ _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "top_l
 async def respond(service: Served, body: ResponsesRequest) -> Response:
     """Answer a request with the whole response, or with a stream that begins when the first token exists."""
     tools = body.chosen()
-    if tools.reader(service.codec)() is not None and body.shown is not None:
-        cause = "tools" if tools.used else "a model that writes its reasoning in channels"
+    if service.codec.reader(tools.functions) is not None and body.shown is not None:
+        cause = "tools" if tools.functions else "a model that writes its reasoning in channels"
         told = f"log-probabilities cannot be combined with {cause}: leave out top_logprobs and {_LOGPROBS}"
         raise errors.APIError(400, told)
     return await service.converse(body, body.conversation(tools), tools, _ResponseWriter)
@@ -279,7 +266,7 @@ class _ResponseWriter(writer.ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, None if self.body.shown is None else self._written(self._scores).get("content", []))
+        part = _part(item.text, None if self.body.shown is None else scores.written(self._scores).get("content", []))
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: client.FinishReason | None) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def test_text_and_calls_are_items_in_order_streamed_or_whole(parts: list[tuple[s
     async def streamed() -> bytes:
         return b"".join([events async for events in writer().chunks()])
 
-    whole, events = json.loads(b"".join(asyncio.run(writer().whole()))), events_of(asyncio.run(streamed()))
+    whole, events = json.loads(asyncio.run(writer().whole())), events_of(asyncio.run(streamed()))
     if body is MessagesRequest:
         shown = [block.get("text") or block["input"] for block in whole["content"]]
         told = [event["delta"] for event in events if event["type"] == "content_block_delta"]
@@ -241,8 +241,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://example.com/x
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"max_tokens": None}, "max_tokens must be a whole number"),
-        ({"messages": []}, "messages must have at least 1 entry"),
+        ({"max_tokens": None}, "max_tokens must be a valid integer"),
+        ({"messages": []}, "messages must have at least 1 item"),
         (user([IMAGE]), "messages.0.content.0: a block of type image is not supported"),
         (user([5]), "messages.0.content.0 must be an object"),
         (user([{"type": 5}]), "messages.0.content.0.type must be 'text'"),

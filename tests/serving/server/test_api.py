@@ -37,9 +37,9 @@ LIMITS = {"max_context": CONTEXT}
 def slow(live: Live) -> Iterator[Live]:
     """Yield the server with steps of at least 20 ms, so that a test can act while a request is in progress."""
     nap = sleeping(0.02)
-    live.host.loop.on_step.append(nap)
+    live.host.on_step.append(nap)
     yield live
-    live.host.loop.on_step.remove(nap)
+    live.host.on_step.remove(nap)
     until(live.at_rest)
 
 
@@ -59,7 +59,7 @@ def another(llm: LLM, live: Live, step_s: float = 0, **options: Any) -> Iterator
     until(live.at_rest)
     with serving(llm, **options) as server:
         if step_s:
-            server.host.loop.on_step.append(sleeping(step_s))
+            server.host.on_step.append(sleeping(step_s))
         yield server
 
 
@@ -156,7 +156,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool, kept: bool) -> 
     def observe(step: Step, seconds: float) -> None:
         requests.update(one.request for one in step.sequence if one.request.params.max_tokens == most)
 
-    slow.host.loop.on_step.append(observe)
+    slow.host.on_step.append(observe)
     if stream:
         events = slow.events(COMPLETIONS, body)
         texts = ["".join(e["choices"][0]["text"] for e in events if e["choices"][0]["index"] == i) for i in (0, 1)]
@@ -169,7 +169,7 @@ def test_a_stop_string_ends_one_choice(slow: Live, stream: bool, kept: bool) -> 
         assert answer["usage"]["completion_tokens"] == 8
     assert (texts, reasons) == (["abab" if kept else "a"] * 2, ["stop", "stop"])
     assert [choice["stop_reason"] for choice in ends] == ["bab", "bab"]
-    slow.host.loop.on_step.pop()
+    slow.host.on_step.pop()
     until(slow.at_rest)
     # The engine itself ended both choices at the stop string, and did not generate `most` tokens.
     assert [choice.finish_reason for request in requests for choice in request.choices] == ["stop", "stop"]
@@ -207,8 +207,8 @@ def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.M
         (COMPLETIONS, {"prompt": ""}, "prompt", "none of them empty, not ''"),
         (COMPLETIONS, {"prompt": [260]}, None, "prompt token 260 is outside the vocabulary of 260"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "only with echo"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": "9x"}, "max_tokens", "must be a whole number, not '9x'"),
-        (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature", "temperature must be at most 2, not 2.1"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "9x"}, "max_tokens", "must be a valid integer, not '9x'"),
+        (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature", "must be less than or equal to 2, not 2.1"),
         (COMPLETIONS, {"prompt": "a", "top_p": 1e-40}, None, "top_p=1e-40 must be a number from 1.17549e-38 to 1"),
         (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "must equal n"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"260": 1}}, None, "token 260 is outside the vocabulary"),
@@ -218,12 +218,12 @@ def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.M
         (COMPLETIONS, b'{"prompt": "', None, "is not JSON: Input data was truncated"),
         (COMPLETIONS, {"prompt": "a", "n": 128, "max_tokens": 500, "logprobs": 20}, None, "have 1344000 log-"),
         (COMPLETIONS, {"prompt": ["a"] * 300, "stop": ["x"] * 60}, "stop", "300 choices with 60 stop strings are too"),
-        (COMPLETIONS, {"prompt": "a", "logit_bias": {"abc": 1}}, "logit_bias.abc", "logit_bias.abc must match"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"abc": 1}}, "logit_bias.abc", "logit_bias.abc must match pattern"),
         (COMPLETIONS, b'{"prompt": }', None, "the body is not JSON: "),
         (COMPLETIONS, '{"prompt": "é"}'.encode("latin-1"), None, "the body is not JSON: "),
         (COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}", None, "is not JSON: Integer value out of range"),
         (COMPLETIONS, b"", None, "the body is required"),
-        (CHAT, {"messages": []}, "messages", "must have at least 1 entry"),
+        (CHAT, {"messages": []}, "messages", "must have at least 1 item"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "not 'king'"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type", "text"),
         ("/tokenize", {}, "prompt", "prompt is required"),
@@ -269,12 +269,6 @@ def test_a_fault_inside_is_500(live: Live, monkeypatch: pytest.MonkeyPatch, capl
     until(lambda: "secret" in caplog.text)  # the server writes its log after the answer
 
 
-def test_the_openapi_schema_bounds_token_ids_by_the_vocabulary(live: Live) -> None:
-    text = live.request("GET", "/openapi.json")[2].decode()
-    ids = json.loads(text)["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["items"]
-    assert ids["minimum"] == 0 and ids["maximum"] == 259 and "x-vocabulary" not in text
-
-
 @pytest.mark.slow
 def test_the_openapi_schema_is_true(tmp_path: Path, model: str) -> None:
     """Schemathesis sends requests that the schema allows and others that it forbids. The schema lists each status.
@@ -312,7 +306,7 @@ def test_limits(llm: LLM, live: Live) -> None:
         assert small.request("POST", COMPLETIONS, b"{" + b" " * 999)[0] == 400
         error = small.post(COMPLETIONS, {"prompt": "x", "n": 4}, 400)["error"]
         assert "1 prompts with n=4 exceed the limit of 3 waiting sequences" in error["message"]
-        loop = small.host.loop
+        loop = small.host
         with small.send(COMPLETIONS, {**LONG, "n": 3}):
             until(lambda: loop.engine.stats.running == 3)
             with small.send(COMPLETIONS, {**LONG, "n": 3}):  # one sequence runs, two wait
@@ -374,9 +368,9 @@ def test_what_is_no_http_has_the_same_shape(live: Live, sent: bytes, caplog: pyt
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_while_queued(slow: Live, stream: bool) -> None:
-    owners = slow.host.loop._job_of
+    owners = slow.host._job_of
     before = [slow.send(COMPLETIONS, LONG) for _ in range(4)]
-    until(lambda: slow.host.loop.engine.stats.running == 4)
+    until(lambda: slow.host.engine.stats.running == 4)
     running = set(owners)
     sock = slow.send(COMPLETIONS, {**LONG, "stream": stream})
     until(lambda: len(owners) == 5)
@@ -393,7 +387,7 @@ def test_leaving_while_queued(slow: Live, stream: bool) -> None:
 def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
     """The engine pauses after its first step or token until the client has left. The request must then end."""
     held, left = Event(), Event()
-    owners = live.host.loop._job_of
+    owners = live.host._job_of
 
     def hold(step: Step, seconds: float) -> None:
         # The last step of an earlier request may be reported after its client has the answer. It does not count.
@@ -401,7 +395,7 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
             held.set()
             left.wait(60)
 
-    live.host.loop.on_step.append(hold)
+    live.host.on_step.append(hold)
     try:
         body = {"prompt": [7] * 500, "max_tokens": 12} if phase == "prefill" else {}
         sock = live.send(COMPLETIONS, {**LONG, **body, "stream": stream})
@@ -412,7 +406,7 @@ def test_leaving_while_running(live: Live, stream: bool, phase: str) -> None:
         sock.close()
         until(lambda: not live.service.engine._choices)
     finally:
-        live.host.loop.on_step.remove(hold)
+        live.host.on_step.remove(hold)
         left.set()
     until(lambda: request.done)
     assert choice.finish_reason == "abort"
@@ -424,7 +418,7 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
     with live.send(CHAT, {**HELLO, "max_tokens": 450, "ignore_eos": True, "n": 4, "stream": True, "logprobs": True}):
         until(lambda: live.metric("vllm:prompt_tokens_total") > before)
         live.post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
-        until(lambda: live.host.loop.engine.stats.pages_used == 0)
+        until(lambda: live.host.engine.stats.pages_used == 0)
     until(live.at_rest)
 
 
@@ -433,7 +427,7 @@ def test_a_reader_that_stops_reading_delays_nobody(live: Live) -> None:
 
 def test_an_observer_that_fails_ends_nothing(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     observe = Mock(side_effect=ValueError("in the observer"))
-    live.host.loop.on_step.append(observe)
+    live.host.on_step.append(observe)
     assert live.post(COMPLETIONS, {**LONG, "max_tokens": 5})["usage"]["completion_tokens"] == 5
     assert observe.call_count == 1 and "in the observer" in caplog.text
 

@@ -1,7 +1,6 @@
 """Access control of the HTTP server, and limits on the work that one request can cause."""
 
 import asyncio
-import base64
 import json
 import socket
 from typing import Any
@@ -37,10 +36,6 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def basic(key: str) -> dict[str, str]:
-    return {"Authorization": "Basic " + base64.b64encode(f"anybody:{key}".encode()).decode()}
-
-
 def begun(live: Live, head: str, body: bytes = b"") -> socket.socket:
     """Open a connection, send a request head and the given bytes of its body, and return the socket."""
     return live.connect(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
@@ -52,15 +47,15 @@ def test_a_key_opens_everything_and_only_health_needs_none(llm: LLM) -> None:
         assert {TOKENIZE, DETOKENIZE, COMPLETIONS, "/metrics"} <= {*paths}
         for path in [*paths, "/timeline", "/openapi.json", "/nowhere"]:
             odd = [{"Authorization": text} for text in ("second", "Basic *")]
-            for header in ({}, bearer("wrong"), basic("wrong"), {"x-api-key": "wrong"}, *odd):
+            for header in ({}, bearer("wrong"), {"x-api-key": "wrong"}, *odd):
                 answer = guarded.request("POST" if path == TOKENIZE else "GET", path, headers=header)
                 if path == "/health":
                     assert answer[0] == 200
                 else:
                     assert answer[0] == 401 and "the API key is missing or wrong" in message(answer), path
-                    assert answer[1]["www-authenticate"] == 'Bearer, Basic realm="megakernel"'
+                    assert answer[1]["www-authenticate"] == "Bearer"
         utf8 = {"Authorization": b"Bearer s\xc3\xa9same".decode("latin-1")}
-        for header in (bearer("second"), basic("second"), utf8, {"x-api-key": "second"}):
+        for header in (bearer("second"), utf8, {"x-api-key": "second"}):
             status, _, data = guarded.request("GET", "/v1/models", headers=header)
             assert status == 200 and [model["id"] for model in json.loads(data)["data"]] == ["a", "b"]
         sdk = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="second", max_retries=0)
@@ -200,7 +195,7 @@ TOO_LONG = f"maximum context length is {CONTEXT} tokens"
     [
         (DETOKENIZE, {"tokens": [7] * (CONTEXT + 1)}, 400, TOO_LONG),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * (MAX_MESSAGES + 1)}, 400, f"at most {MAX_MESSAGES}"),
-        (CHAT, user([{"type": "text", "text": ""}] * (MAX_PARTS + 1)), 400, f"at most {MAX_PARTS} entries"),
+        (CHAT, user([{"type": "text", "text": ""}] * (MAX_PARTS + 1)), 400, f"at most {MAX_PARTS} items"),
         (DETOKENIZE, {"tokens": [7] * MAX_VALUES}, 413, f"more than {MAX_VALUES} JSON values"),
         (TOKENIZE, {"messages": [{"role": "user", "content": ""}] * MAX_VALUES}, 413, f"more than {MAX_VALUES}"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 65}, 400, "up to 64 texts"),

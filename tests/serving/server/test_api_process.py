@@ -57,7 +57,7 @@ def test_what_a_person_sees(model: str, capsys: pytest.CaptureFixture[str]) -> N
 def made_of(cli: Cli, *flags: str) -> tuple[LLM, Start]:
     """Return the model and the configuration of the frontends that `megakernel serve` makes of these flags."""
     server = "megakernel.serving.server"
-    with mock.patch(f"{server}.host.EngineHost") as host, mock.patch(f"{server}.frontends.Frontends") as frontends:
+    with mock.patch(f"{server}.loop.EngineLoop") as host, mock.patch(f"{server}.frontends.Frontends") as frontends:
         status, _, err = cli.run("serve", "--port", "0", "--backend", "null", "--threads", "1", *SMALL, *flags)
     assert status == 0, err
     return host.call_args.args[0], frontends.call_args.kwargs["start"]

@@ -1,7 +1,6 @@
 """HTTP connections: protocols, methods and headers that clients use, and clients that send without reading."""
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -63,16 +62,6 @@ def test_head_is_get_without_the_body(live: Live, path: str) -> None:
     assert nothing == b"" and head.split(b"\r\n")[0] == same.split(b"\r\n")[0]
     names = [[line.partition(b":")[0] for line in lines.split(b"\r\n")] for lines in (head, same)]
     assert names[0] == names[1]
-
-
-def test_an_old_client_gets_no_chunks(live: Live) -> None:
-    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True}).encode()
-    head, _, text = live.said(post(body, version="1.0")).partition(b"\r\n\r\n")
-    assert b"chunked" not in head.lower() and b"connection: close" in head.lower()
-    assert text.startswith(b"data: {") and text.endswith(b"\n\ndata: [DONE]\n\n")
-    head, _, text = live.said(post(version="1.0")).partition(b"\r\n\r\n")
-    assert f"content-length: {len(text)}".encode() in head and json.loads(text)["usage"]["completion_tokens"] == 2
-    assert b"chunked" in live.said(post(body, CLOSE))
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip", "Identity", ""])
@@ -154,21 +143,10 @@ def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.Mon
     until(lambda: not live.server.server_state.connections)
 
 
-@pytest.mark.parametrize("stream, late", [(False, False), (True, False), (True, True)])
-def test_a_client_that_stops_sending_is_answered(live: Live, stream: bool, late: bool) -> None:
-    live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
-    with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 99, "stream": stream}).encode())) as sock:
-        file = sock.makefile("rb")
-        head = file.readline() if late else b""
-        sock.shutdown(socket.SHUT_WR)
-        text = head + file.read()
-    assert b"HTTP/1.1 200 OK" in text and b'"finish_reason":"length"' in text
-
-
 def test_a_client_that_leaves_a_silent_stream_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "SILENCE", 3600.0)
-    held, jobs = threading.Event(), live.host.loop._job_of  # an earlier test's last step may still be reported
-    live.host.loop.on_step.append(lambda step, seconds: jobs and held.wait(60) and None)
+    held, jobs = threading.Event(), live.host._job_of  # an earlier test's last step may still be reported
+    live.host.on_step.append(lambda step, seconds: jobs and held.wait(60) and None)
     with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 9, "stream": True}).encode())) as sock:
         sock.makefile("rb").readline()
     until(lambda: not live.server.server_state.connections)
@@ -186,13 +164,13 @@ def test_garbage_after_a_request_waits_for_its_answer(live: Live) -> None:
 
 def test_a_client_that_leaves_with_requests_behind_is_noticed(live: Live) -> None:
     """If the client leaves, generation stops although uvicorn reports this only to the request that arrived last."""
-    live.host.loop.on_step.append(lambda step, seconds: time.sleep(0.002))
-    before = live.host.loop.engine.stats.counts.generated
+    live.host.on_step.append(lambda step, seconds: time.sleep(0.002))
+    before = live.host.engine.stats.counts.generated
     body = json.dumps({"prompt": "x", "max_tokens": 2000, "ignore_eos": True}).encode()
     with live.connect(post(body) + GET):
         until(lambda: not live.at_rest())
     until(live.at_rest)
-    assert live.host.loop.engine.stats.counts.generated - before < 1900
+    assert live.host.engine.stats.counts.generated - before < 1900
 
 
 @pytest.mark.parametrize("unsent", [0, 9])

@@ -100,7 +100,7 @@ def test_every_form_of_a_request(live: Live, quiet_model: str, pooling: str, mon
         ({"input": [[1], "x"]}, "input must be text, token ids, or a list"),
         ({"input": [999]}, "token 999 is outside the vocabulary"),
         ({"input": "x" * 257}, "maximum context length is 256 tokens"),
-        ({"dimensions": 0}, "dimensions must be at least 1"),
+        ({"dimensions": 0}, "dimensions must be greater than or equal to 1"),
         ({"dimensions": 49}, "dimensions must be at most 48, not 49"),
         ({"encoding_format": "int8"}, "encoding_format must be 'float' or 'base64'"),
     ],

@@ -108,7 +108,7 @@ def test_ignored_fields_take_any_value_and_unknown_ones_are_named(live: Live, bo
         (COMPLETIONS, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1, not 0"),
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
         (RESPONSES, {"previous_response_id": "resp-1"}, "previous_response_id", "this server stores nothing"),
-        (RESPONSES, {"input": []}, "input", "must have at least 1 entry"),
+        (RESPONSES, {"input": []}, "input", "must have at least 1 item"),
         (
             RESPONSES,
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

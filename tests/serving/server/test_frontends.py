@@ -145,9 +145,9 @@ Engine.step = fail
 @pytest.mark.slow
 def test_a_frontend_that_cannot_start_ends_the_server(model: str, tmp_path: Path) -> None:
     patch = f"""
-import megakernel.serving.server.host as host
-made = host.Description
-host.Description = lambda **given: made(**(given | {{"source": {str(tmp_path / "none")!r}}}))
+import megakernel.serving.server.loop as loop
+made = loop.Description
+loop.Description = lambda **given: made(**(given | {{"source": {str(tmp_path / "none")!r}}}))
 """
     with started("--json", "--model", model, first=patch) as server:
         out, err = server.communicate(timeout=60)
@@ -168,7 +168,7 @@ def test_a_late_frontend_sends_several_tokens_in_an_event(null: Live) -> None:
         elif number == 60:
             go_on.set()
 
-    null.host.loop.on_step.append(hold_up)
+    null.host.on_step.append(hold_up)
     body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
     events = [event["choices"][0]["token_ids"] for event in null.events(COMPLETIONS, body)]
     assert sum(map(len, events)) == 200 and len(events) < 200

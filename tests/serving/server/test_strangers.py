@@ -25,12 +25,12 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import Limit, TooLong
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server import client, scores, writer
-from megakernel.serving.server.client import Answers
+from megakernel.serving.server.client import Answers, Token, Transcript
 from megakernel.serving.server.frontend import listen, listen_on_path
 from megakernel.serving.server.routes.chat import ChatRequest, _ChatWriter
 from megakernel.serving.server.routes.completions import CompletionRequest, _CompletionWriter
-from megakernel.serving.server.writer import WAITING, EventStream, Writer, in_groups
-from megakernel.serving.text.codec import Codec, Token, Transcript
+from megakernel.serving.server.writer import WAITING, EventStream, Writer, in_parts
+from megakernel.serving.text.codec import Codec
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
@@ -43,8 +43,8 @@ def test_a_stream_begins_before_tokens(null: Live, monkeypatch: pytest.MonkeyPat
     """The status comes when the engine has accepted the request. While there is no event, comments keep proxies from
     closing the connection."""
     monkeypatch.setattr(writer, "SILENCE", 0.05)
-    step, go_on = null.host.loop.engine.step, Event()
-    monkeypatch.setattr(null.host.loop.engine, "step", lambda **more: (go_on.wait(30), step(**more))[1])
+    step, go_on = null.host.engine.step, Event()
+    monkeypatch.setattr(null.host.engine, "step", lambda **more: (go_on.wait(30), step(**more))[1])
     body = {"input": "x", "max_output_tokens": 2} if path == RESPONSES else {**user("x"), "max_tokens": 2}
     with null.send(path, body | {"stream": True}) as sock:
         seen = b""
@@ -56,8 +56,8 @@ def test_a_stream_begins_before_tokens(null: Live, monkeypatch: pytest.MonkeyPat
             seen += sock.recv(1000)
 
 
-async def listed(parts: Any) -> list[bytes]:
-    return [part async for part in parts]
+async def joined(parts: Any) -> bytes:
+    return b"".join([part async for part in parts])
 
 
 PROMPT = [65] * 3000
@@ -106,16 +106,14 @@ def test_long_answers_leave_other_clients_their_turn(
         for index in range(n * tokens):
             answers.put(Token(index % n, 65, -1.0, best, "length" if index >= n * (tokens - 1) else None, 1.0))
         one = make(answers, tokenizer, top, n=n, stop=stop, prompt_logprobs=None if stream else top)
-        writing = asyncio.ensure_future(listed(one.chunks()) if stream else one.whole())
+        writing = asyncio.ensure_future(joined(one.chunks()) if stream else one.whole())
         while not writing.done():
             work["most"] = max(work["most"], work.pop("units", 0))
             await asyncio.sleep(0)
         return writing.result()
 
-    parts = asyncio.run(run())
-    said = b"".join(parts)
-    assert stream or sum(len(part) for part in parts if isinstance(part, bytes)) <= 10_000 * n  # written in one turn
-    assert b"".join(in_groups(parts)) == said and max(map(len, in_groups(parts))) <= writer._LARGE
+    said = asyncio.run(run())
+    assert b"".join(in_parts(said)) == said and max(map(len, in_parts(said))) <= writer._LARGE
     work["most"] = max(work["most"], work["units"])
     assert 0 < work["most"] <= 2.5 * client.MOST_WORK
     assert said.count(json.dumps(tokenizer.decode([65]), ensure_ascii=False).encode()) > n * tokens or top == 0
@@ -210,15 +208,15 @@ def test_a_long_text_is_encoded_in_part(model: str, monkeypatch: pytest.MonkeyPa
 )
 def test_a_helper_that_dies_is_replaced(null: Live, monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
     body = user("x") | {"max_tokens": 1}
-    assert null.post(CHAT, body | {"guided_regex": "a"})["choices"]
-    templates, grammars = null.service.tokenizer._templates, null.host.loop._grammars  # type: ignore[union-attr]
+    assert null.post(CHAT, body | {"structured_outputs": {"regex": "a"}})["choices"]
+    templates, grammars = null.service.tokenizer._templates, null.host._grammars  # type: ignore[union-attr]
     limited: Any = templates["default"]._process if kind == "template" else grammars._checker
     monkeypatch.setattr("megakernel.model.limited._PATIENCE", 4)
     os.kill(limited._process.pid, number)
-    assert null.post(CHAT, body | {"guided_regex": "b"})["choices"]
+    assert null.post(CHAT, body | {"structured_outputs": {"regex": "b"}})["choices"]
     monkeypatch.setattr(limited, "_command", ["sh", "-c", "printf {; kill -9 $$"])
     os.kill(limited._process.pid, signal.SIGKILL)
-    status, headers, data = null.request("POST", CHAT, body | {"guided_regex": "c"})
+    status, headers, data = null.request("POST", CHAT, body | {"structured_outputs": {"regex": "c"}})
     assert (status, headers["retry-after"]) == (503, "1") and b"two helper processes ended" in data
 
 
@@ -272,7 +270,7 @@ def test_the_log_has_a_line_for_each_request(null: Live, caplog: pytest.LogCaptu
     caplog.set_level("INFO", log := "megakernel.serving.server.http")
     null.request("POST", COMPLETIONS, {"prompt": "abc", "max_tokens": 2, "n": 2}, {"X-Request-Id": "mine"})
     null.request("POST", COMPLETIONS, {"prompt": ""})
-    null.host.loop.on_step.append(lambda *_: sleep(0.02))
+    null.host.on_step.append(lambda *_: sleep(0.02))
     with null.send(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}) as sock:
         assert sock.recv(100).startswith(b"HTTP/1.1 200 OK")
     until(lambda: "499" in caplog.text)

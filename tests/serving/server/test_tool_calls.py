@@ -320,7 +320,7 @@ def test_calls_of_free_answers_are_valid(live: Live, monkeypatch: pytest.MonkeyP
 
 def forced(text: str, **more: Any) -> dict[str, Any]:
     """Return a chat request with tools, to which the model can only answer `text`."""
-    return {"messages": MESSAGES, "tools": TOOLS, "guided_choice": [text], "max_tokens": 500, **more}
+    return {"messages": MESSAGES, "tools": TOOLS, "structured_outputs": {"choice": [text]}, "max_tokens": 500, **more}
 
 
 def test_a_call_that_is_cut_says_so_and_may_be_sent_back(live: Live) -> None:
@@ -408,10 +408,10 @@ def test_what_a_grammar_leaves_is_in_a_header(live: Live) -> None:
     listed = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 2}
     tool = function("f", parameters={"properties": {"a": listed}, "required": ["a"]})
     for stream in (False, True):
-        for more in ({"guided_json": listed}, {"tools": [tool], "tool_choice": "required"}):
+        for more in ({"structured_outputs": {"json": listed}}, {"tools": [tool], "tool_choice": "required"}):
             body = {"messages": MESSAGES, "max_tokens": 99, "stream": stream, **more}
             assert live.request("POST", "/v1/chat/completions", body)[1]["x-unenforced"] == "uniqueItems"
-    plain = {"prompt": "x", "guided_json": {"const": 1}}
+    plain = {"prompt": "x", "structured_outputs": {"json": {"const": 1}}}
     assert "x-unenforced" not in live.request("POST", "/v1/completions", plain)[1]
 
 
@@ -424,7 +424,7 @@ def test_numbers_of_any_size_pass(live: Live, number: int) -> None:
         assert live.request("POST", "/v1/chat/completions", {**body, **more})[0] in (200, 400)
         assert live.request("POST", "/v1/responses", {**told, **more})[0] in (200, 400)
     wanted = {"type": "json_object", "schema": {"maximum": number}}
-    for form in ({"guided_json": {"const": number}}, {"response_format": wanted}):
+    for form in ({"structured_outputs": {"json": {"const": number}}}, {"response_format": wanted}):
         assert live.request("POST", "/v1/completions", {"prompt": "x", **form})[0] in (200, 400)
 
 
@@ -461,12 +461,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unwrapped": ({"response_format": {"type": "json_schema", "json_schema": WEATHER}}, "schema is required"),
     "half": ({"response_format": {"type": "json_schema", "name": "n", "schema": WEATHER}}, "schema is required"),
-    "both": ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "cannot be combined"),
-    "a name": ({"tools": [function("a b")]}, r"must match \^\[a-zA-Z0-9_.-\]"),
-    "two forms": ({"regex": "a", "guided_choice": ["b"]}, "guided_choice and regex .*give one"),
+    "both": ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "cannot be combined"),
+    "a name": ({"tools": [function("a b")]}, r"must match pattern '\^\[a-zA-Z0-9_.-\]"),
+    "two forms": (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs and response_format .*give one",
+    ),
     "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema.schema is required"),
     "malformed": ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "not regex and grammar"),
-    "broken": ({"guided_regex": "(a"}, "unclosed group"),
+    "broken": ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
 }
 
 
@@ -482,15 +485,14 @@ def test_refusals_name_what_is_wrong(client: OpenAI, what: str) -> None:
 FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": ["red", "blue"]}}, "red|blue"),
     ({"structured_outputs": {"json": {"const": 5}}}, "5"),
-    ({"guided_json": {"enum": ["a", "b"]}}, '"[ab]"'),
-    ({"guided_json": '{"const": 1}'}, "1"),
-    ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
-    ({"guided_choice": ["up"]}, "up"),
-    ({"guided_grammar": 'root ::= "o" [kl]'}, "o[kl]"),
-    ({"regex": "z+y"}, "z+y"),
-    ({"ebnf": 'root ::= "e"'}, "e"),
-    ({"guided_grammar": '\n  ?start: part\n  ?part: "::=" | "="\n'}, "::=|="),
-    ({"guided_json": {"type": "array", "items": {"const": "k"}, "minItems": 2, "maxItems": 2}}, '\\["k", "k"\\]'),
+    ({"structured_outputs": {"json": '{"const": 1}'}}, "1"),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+    ({"structured_outputs": {"grammar": 'root ::= "o" [kl]'}}, "o[kl]"),
+    ({"structured_outputs": {"grammar": '\n  ?start: part\n  ?part: "::=" | "="\n'}}, "::=|="),
+    (
+        {"structured_outputs": {"json": {"type": "array", "items": {"const": "k"}, "minItems": 2, "maxItems": 2}}},
+        '\\["k", "k"\\]',
+    ),
     ({"response_format": {"type": "json_object", "schema": {"const": [1]}}}, r"\[1\]"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": True}}}}, "true"),
 ]
@@ -518,11 +520,11 @@ def test_ids_and_words_can_be_allowed_and_forbidden(live: Live) -> None:
 
 
 def test_who_leaves_while_a_grammar_is_compiled_leaves_nothing(live: Live) -> None:
-    body = {"prompt": "x", "max_tokens": 5, "guided_json": {"type": "integer", "multipleOf": 99999989}}
+    body = {"prompt": "x", "max_tokens": 5, "structured_outputs": {"json": {"type": "integer", "multipleOf": 99999989}}}
     live.send("/v1/completions", body).close()
     other = live.post("/v1/completions", {"prompt": "x", "max_tokens": 5})  # does not wait for the compilation
     assert other["usage"]["completion_tokens"] > 0
-    until(lambda: not live.host.loop._compiling and live.at_rest())
+    until(lambda: not live.host._compiling and live.at_rest())
 
 
 @pytest.mark.parametrize("form", [{"type": "json_schema", "name": "w", "schema": WEATHER}, {"type": "json_object"}])

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -102,10 +101,10 @@ def test_the_engine_admits_clients_in_turn() -> None:
 
 
 @pytest.fixture
-def loop(tmp_path: Path) -> Iterator[EngineLoop]:
+def loop() -> Iterator[EngineLoop]:
     engine, _ = fake_engine(max_seqs=1)
-    description = Mock(requests="inproc://requests", board=tmp_path / "board", rows=1)
-    made = EngineLoop(engine, Grammars(None, engine.dims.model.vocab, frozenset()), description, max_waiting=3)
+    llm = Mock(engine=engine, grammars=Grammars(None, engine.dims.model.vocab, frozenset()))
+    made = EngineLoop(llm, source="", frontends=1, max_waiting=3)
     yield made
     made._context.destroy(0)
 
@@ -121,7 +120,7 @@ def test_one_client_does_not_fill_the_queue(loop: EngineLoop, monkeypatch: pytes
 
     def queued(first: int, client: str) -> bool:
         before = len(sent)
-        loop._submit(b"frontend", submit(first, client))
+        loop._handle(b"frontend", submit(first, client))
         return b"Accepted" in b"".join(sent[before:])
 
     assert [queued(i, "greedy") for i in range(4)] == [True, True, True, False]

@@ -165,13 +165,13 @@ def asked(**more: Any) -> dict[str, Any]:
 
 
 def test_reasoning_is_apart_from_content(live: Live) -> None:
-    body = asked(guided_choice=[ANSWER])
+    body = asked(structured_outputs={"choice": [ANSWER]})
     message = live.post("/v1/chat/completions", body)["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Rome.", "Hm <b>.")
     parts = [event["choices"][0]["delta"] for event in live.events("/v1/chat/completions", body)]
     for field, text in (("content", "Rome."), ("reasoning_content", "Hm <b>.")):
         assert "".join(part.get(field) or "" for part in parts) == text
-    plain = live.post("/v1/chat/completions", asked(guided_choice=["Rome."]))["choices"][0]["message"]
+    plain = live.post("/v1/chat/completions", asked(structured_outputs={"choice": ["Rome."]}))["choices"][0]["message"]
     assert plain == {"role": "assistant", "content": "Rome.", "tool_calls": None}
 
 

@@ -194,7 +194,7 @@ def test_requests_of_an_event_loop(quiet_model: str, llm: LLM) -> None:
                 with pytest.raises(MegakernelError, match=message):
                     await anext(engine.generate(prompt, p))  # type: ignore[arg-type]
             assert engine.get_tokenizer().decode(expected[0].prompt_token_ids) == "hello"
-            while engine._host.loop.engine.stats.running or engine._host.loop._open_of:
+            while engine._host.engine.stats.running or engine._host._open_of:
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
