@@ -32,8 +32,8 @@ class Options:
     matmul         dot products on CUDA cores (for few rows) or matrix units; `Spec.matmul` decides auto. It has no
                    effect on a CPU
     expert_parallel  whether each rank has some whole experts, instead of a part of every expert
-    panel          the number of row blocks (tiles of rows) that share one pass over the weights; 0: the cost model
-                   chooses"""
+    panel          the number of row blocks (tiles of rows) that share one pass over the weights, or the least one if
+                   `place` finds that more fit in the L2 cache; 0: the cost model chooses"""
 
     o: str = "auto"
     residual: str = "auto"

@@ -4,13 +4,13 @@ follow one topological order of the segment's tasks."""
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import Dims, OperationFamily, Result
+from megakernel.isa import Dims, OperationFamily, Result, Units, ceil_div, itemsize
 from megakernel.machine import Machine
 from megakernel.scheduler.cost import panel_blocks, seconds, unit_seconds
 from megakernel.scheduler.options import Options
@@ -35,14 +35,23 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     both resources are busy. Norms, reductions and sampling between two stages are placed well after the producers of
     their inputs and well before their consumers. So neither they nor the consumers wait.
 
-    Panels alternate only with `options.interleave`."""
+    Panels alternate only with `options.interleave`. On a single GPU, those of other matmuls have as many row blocks as
+    have inputs that fill half of the L2 cache, and so stay there while weights stream through it, if these are more
+    than `options.panel`. There are at least three panels, because neighbouring phases overlap."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)
-    panels = [tasks.block // blocks for tasks in segment]
-    count = max(int(panel.max()) + 1 for panel in panels)
-    apart = [(k, 1 / count) for k in kind]
-    starts = _turns(segment, kind, count, dims, machine) if options.interleave else apart
-    keys = [start + panel * step for (start, step), panel in zip(starts, panels, strict=True)]
+    total = max(int(tasks.block.max()) for tasks in segment) + 1
+    count = ceil_div(total, blocks)
+    starts = _turns(segment, kind, count, dims, machine) if options.interleave else [(k, 1 / count) for k in kind]
+    panels, keys = list[NDArray[np.int32]](), list[NDArray[np.float64]]()
+    for tasks, (start, step) in zip(segment, starts, strict=True):
+        size = blocks
+        if tasks.phase.is_matmul and step == 1 / count and dims.worker.units == Units.TENSOR and dims.split.tp == 1:
+            inputs = tasks.phase.inner(dims.split) * itemsize(dims.model) * dims.bucket.row_block * total
+            size = max(size, ceil_div(total, max(3, math.ceil(2 * inputs / machine.cache_bytes))))
+        panels.append(tasks.block // size)
+        # A panel's key is that of its last row block, so that the panel follows all its inputs.
+        keys.append(start + np.minimum(panels[-1] * size + size - 1, total - 1) // blocks * step)
     workers: dict[int, NDArray[np.int64]] = {}
     for rank in range(dims.split.tp):
         own = [i for i, tasks in enumerate(segment) if tasks.rank == rank]
@@ -67,13 +76,12 @@ _LAST_REDUCE_LAG, LAST_NORM_LAG = 3, 5
 # the first stage and its begin in the second. _LEFT is the fraction of the gap that remains then. It is less than
 # one half, because in the middle of the gap the second stage may begin another panel, which is more urgent.
 _LEFT = 7 / 16
+_Turn = tuple[float, float]  # the key of a phase's first panel, and the difference between those of successive panels
+_Part = tuple[PhaseTasks, NDArray[np.int32], NDArray[np.float64]]  # a phase's tasks, with panels and keys
 
 
-def _turns(
-    segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine
-) -> list[tuple[float, float]]:
-    """Return, for each phase, the key of its first panel (group of row blocks) and the difference between the keys of
-    successive panels. Keys are times without a unit: tasks run in the order of their keys.
+def _turns(segment: list[PhaseTasks], kind: list[int], panels: int, dims: Dims, machine: Machine) -> list[_Turn]:
+    """Return the turns of each phase. Keys are times without a unit: tasks run in the order of their keys.
 
     `place` says which phases are stages. The n-th stage, counted from 1, has the keys from n to n + 1. Two
     alternating stages share an interval of length 2 instead: the second lags behind the first by one panel, and by one
@@ -83,7 +91,7 @@ def _turns(
     of_kind = {k: [p for p, number in zip(segment, kind, strict=True) if number == k] for k in kind}
     stages = [k for k, (one, *_) in of_kind.items() if one.phase.family in _STAGES or one.phase.result is Result.HEADS]
     alone = 1 / panels
-    turns: dict[int, tuple[float, float]] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
+    turns: dict[int, _Turn] = {stage: (number, alone) for number, stage in enumerate(stages, 1)}
     for number, (stage, following) in enumerate(itertools.pairwise(stages), 1):
         lag = following - stage
         taken = turns[stage][1] != alone  # `stage` already alternates with its predecessor
@@ -115,17 +123,10 @@ def _complementary(first: list[PhaseTasks], second: list[PhaseTasks], dims: Dims
     return bound[0] != bound[1]
 
 
-def _workers(
-    parts: list[tuple[PhaseTasks, NDArray[np.int32], NDArray[np.floating[Any]]]],
-    dims: Dims,
-    machine: Machine,
-    *,
-    pipelined: bool,
-) -> list[NDArray[np.int64]]:
+def _workers(parts: list[_Part], dims: Dims, machine: Machine, *, pipelined: bool) -> list[NDArray[np.int64]]:
     """Return the worker of each task of one rank. Tasks are assigned in the order of their keys, each one to the worker
-    that is free first. Attention tasks go to the workers in turn. `parts` has the tasks of each phase, with the panel
-    (group of row blocks) and the key of each task. If `pipelined`, a phase begins while workers still finish the
-    previous phase, so each worker's load from that phase counts. Otherwise all workers are free when a phase starts."""
+    that is free first. Attention tasks go to the workers in turn. If `pipelined`, a phase begins while workers still
+    finish the previous phase, so each worker's load from that phase counts. Otherwise all workers are free then."""
     load = np.zeros(machine.workers)
     out = [np.arange(len(tasks)) % machine.workers for tasks, _, _ in parts]
     costs = [seconds(tasks.phase, tasks.columns, dims, machine) for tasks, _, _ in parts]

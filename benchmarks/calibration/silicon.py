@@ -4,10 +4,10 @@
 
 The measured figures are in benchmarks/results/gpu-h100.json. `figures` has a prediction for each, of the program that
 was measured, with the compiler options and the machine code of that day (benchmarks/machines/h100-measured.toml);
-`today` has the predictions for today's. `variants` has predictions of the measured program without early loads
-(`--no-pipelining`; measured: `not_pipelined` of decode-1b), and with times of k steps that do not vary. No constant of
-the simulator was fitted to the time of a step. The hand-off while it is idle comes from the published latency of the L2
-cache; under load, it waits for the bytes that the probe's other SMs have asked for.
+`today` has the predictions for today's (`memory_bytes`: of its large step). `variants` has predictions of the measured
+program without early loads (`--no-pipelining`; measured: `not_pipelined` of decode-1b), and with times of k steps that
+do not vary. No constant of the simulator was fitted to the time of a step. The hand-off while it is idle comes from the
+published latency of the L2 cache; under load, it waits for the bytes that the probe's other SMs have asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megakernel.model import load_config
 from megakernel.program import Program
 from megakernel.runtime import Chunk, SampleRow, build_step
 from megakernel.scheduler import Options, Spec
-from megakernel.scheduler.simulate import simulate
+from megakernel.scheduler.simulate import Simulation, simulate
 from megakernel.scheduler.simulate.costs import HAND_OFF_TRIPS, costs_of
 from megakernel.scheduler.tune import Fastest
 from megakernel.targets.launch import PAGES
@@ -56,10 +56,11 @@ class Case:
         spec = Spec(self.config, self.machine, Dtype.BF16, self.tokens, self.seqs, self.seqs, self.context)
         return Fastest(spec).options(self.tokens)
 
-    def predict(self, chosen: Options, what: str) -> float:
-        sizes = {"context": self.context, "seqs": self.seqs, "options": chosen}
-        program = compiled(self.config, self.machine, self.tokens, **sizes)
-        costs = costs_of(self.machine)
+    def predict(self, chosen: Options, what: str) -> Simulation:
+        # No panel of that day was larger than another because of the L2 cache.
+        machine = replace(self.machine, cache_bytes=1.0) if chosen is self.chosen else self.machine
+        sizes, costs = {"context": self.context, "seqs": self.seqs, "options": chosen}, costs_of(self.machine)
+        program = compiled(self.config, machine, self.tokens, **sizes)
         if chosen is self.chosen:  # no build for one row; matrix units held two of the 4 1/3 k steps in the ring
             costs = replace(costs, window_bytes=costs.ring_bytes, ahead_bytes=0.0, ahead_steps=7 / 3)
             program = replace(program, dims=program.dims.changed(ring_pages=PAGES))
@@ -69,7 +70,7 @@ class Case:
             costs = replace(costs, ahead_steps=1e9)
         elif what:
             costs = costs.without(what)
-        return simulate(program, self.machine, self.table(program), costs=costs).step_s
+        return simulate(program, self.machine, self.table(program), costs=costs)
 
     def table(self, program: Program) -> StepTable:
         per = program.dims.bucket.pages_per_seq
@@ -112,14 +113,13 @@ def measured() -> dict[str, float]:
 
 def predicted(machine: Machine, today: bool) -> dict[str, float]:
     costs, idle = costs_of(machine), HAND_OFF_TRIPS * (machine.paths or {})["l2_trip"].warm
-    found = {"hand-off, idle": idle}
-    found["hand-off, under load"] = idle + PROBE_SMS * PROBE_BYTES / costs.memory_bytes_per_s
+    found = {"hand-off, idle": idle, "hand-off, under load": idle + PROBE_SMS * PROBE_BYTES / costs.memory_bytes_per_s}
     for name, case in cases(machine).items():
         chosen = case.today() if today else case.chosen
         for what, left_out in ABLATIONS.items():
             if name.startswith("8B, one") and left_out:
                 continue
-            found[f"{name}: {what}"] = case.predict(chosen, left_out)
+            found[f"{name}: {what}"] = case.predict(chosen, left_out).step_s
     return found
 
 
@@ -134,14 +134,15 @@ def main() -> None:
         print(f" ({figures[name] / at - 1:+.1%}); today {today[name] * 1e6:,.2f} us")
     measured_cases, variants = cases(machines.load(str(CODE))), dict[str, float]()
     for name, what in VARIANTS.items():
-        seconds_without = measured_cases[name].predict(measured_cases[name].chosen, what)
+        seconds_without = measured_cases[name].predict(measured_cases[name].chosen, what).step_s
         variants[f"{name}, without {what}"] = seconds_without
         print(f"{name}, without {what}: {seconds_without / figures[f'{name}: whole'] - 1:+.1%}")
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows]
     print(f"largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}")
     others = {"today": today, "variants": variants}
     more = {key: [{"name": n, "predicted_s": s} for n, s in found.items()] for key, found in others.items()}
-    write(arguments.output, {"figures": rows} | more)
+    large = cases(machines.load("h100"))["8B, 8,192 tokens"]
+    write(arguments.output, {"figures": rows, "memory_bytes": large.predict(large.today(), "").memory_bytes} | more)
 
 
 if __name__ == "__main__":

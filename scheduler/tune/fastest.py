@@ -32,10 +32,9 @@ _REPLICATED_ROWS = 1024
 # A panel is a group of row blocks (tiles of rows) that share one pass over the weights. With at most this many row
 # blocks, a single panel is tried too, because ranks exchange a whole panel at once and then use all links.
 _ONE_PANEL = 16
-# The panel sizes to try, in this order. The first with which a step is predicted to be less than 0.5 % slower replaces
-# the cost model's size, to read weights from memory less often. With 16 row blocks, the tiles that an H100 computes at
-# once form about a square, which needs the fewest loads.
-_PANELS, _CLOSE = (16, 8, 32), 1.005
+# The panel sizes to try, in this order, because long inputs of larger panels leave the L2 cache too early. The first
+# with which a step is predicted to be less than 0.5 % slower replaces the cost model's, to read weights less often.
+_PANELS, _CLOSE = (8, 16, 32), 1.005
 _CONTEXT = 128  # tokens of each sequence in the KV cache at the end of the simulated step
 
 

@@ -59,9 +59,9 @@ def test_all_buckets_of_an_engine_share_the_lowering_of_o(monkeypatch: pytest.Mo
     assert len({program.dims.split.replicated_o for program in alone}) == 2
 
 
-@pytest.mark.parametrize(("seconds", "panel"), [(1.004, 16), (1.006, 8)])
+@pytest.mark.parametrize(("seconds", "panel"), [(1.004, 8), (1.006, 16)])
 def test_a_larger_panel_may_cost_a_little_time(monkeypatch: pytest.MonkeyPatch, seconds: float, panel: int) -> None:
-    times = {0: 1.0, 8: 1.001, 16: seconds, 32: 1.0}
+    times = {0: 1.0, 8: seconds, 16: 1.001, 32: 1.0}
     monkeypatch.setattr(Fastest, "seconds", lambda _self, options, *_: times[options.panel])
     assert fastest("smollm2-135m", machines.load("h100"), 1, 8192).options(8192).panel == panel
 
