@@ -23,18 +23,13 @@ float key_weight(uint64_t key) {
   return weight;
 }
 
-double total(const std::vector<uint64_t>& keys) {
-  double sum = 0.0;
-  for (const uint64_t key : keys) sum += key_weight(key);
-  return sum;
-}
-
 // Top-p: returns how many of the largest weights are needed to reach the fraction top_p of the total weight.
 // Moves their keys to the front of `keys`, the largest weight first. To save time, the keys are sorted only
 // as far as needed: a trained model's distribution usually needs only a few of them.
 size_t nucleus(std::vector<uint64_t>& keys, float top_p) {
-  const double wanted = top_p * total(keys);
-  double sum = 0.0;
+  double total = 0.0, sum = 0.0;
+  for (const uint64_t key : keys) total += key_weight(key);
+  const double wanted = top_p * total;
   size_t sorted = 0;
   for (size_t i = 0; i < keys.size(); ++i) {
     if (i == sorted) {

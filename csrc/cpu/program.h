@@ -84,7 +84,6 @@ class Program {
   int32_t end(int list, int stream) const { return offsets_[list][stream + 1]; }
   int stream(int rank, int worker) const { return rank * workers + worker; }
   int queue(int rank, int index) const { return rank * queues_ + index; }
-  int queues() const { return queues_; }
 
   // Returns which set ("block") of counters the instructions of a segment use. Every layer has its own block,
   // and there is one more after the last layer. The prologue uses the block of layer 0, the body that of

@@ -9,14 +9,23 @@ namespace mk::MK_SIMD {
 
 // Returns the index of the largest of n values, the lowest such index if there is a tie, or 0 if all are NaN.
 inline int32_t argmax(const float* z, int n) {
+  constexpr int kRun = 64 * kLanes;
   const I32 lane = lane_index();
-  F32 top = splat(-INFINITY);
-  for (int i = 0; i < n; i += kLanes) {
-    const F32 v = load(z + i, n - i);
-    top = select((v > top) & (lane < n - i), v, top);
+  float best = -INFINITY;
+  int found = 0;  // where the first run that contains `best` begins
+  for (int begin = 0; begin < n; begin += kRun) {
+    const int end = lower_of(n, begin + kRun);
+    F32 top = splat(-INFINITY);
+    for (int i = begin; i < end; i += kLanes) {
+      const F32 v = load(z + i, end - i);
+      top = select((v > top) & (lane < end - i), v, top);
+    }
+    if (max(top) > best) {
+      best = max(top);
+      found = begin;
+    }
   }
-  const float best = max(top);
-  for (int i = 0; i < n; ++i) {
+  for (int i = found; i < n; ++i) {
     if (z[i] == best) return i;
   }
   return 0;
@@ -49,6 +58,12 @@ inline void apply_mask(const Dims& d, const int32_t* mask, float* z) {
     if (bits == ~0u) continue;
     for (int i = 0; i < end; ++i) z[begin + i] = bits >> i & 1 ? z[begin + i] : -INFINITY;
   }
+}
+
+// Whether row i has penalties, a logit bias or a token mask.
+inline bool adjusts(const StepView& s, int i) {
+  return s.repetition_penalty[i] != 1.0f || s.presence_penalty[i] != 0.0f || s.frequency_penalty[i] != 0.0f ||
+         s.bias_begin[i] < s.bias_end[i] || s.mask[i] > 0;
 }
 
 // Applies row i's penalties, logit bias and token mask to its logits z.
@@ -86,13 +101,14 @@ inline void sample_row(const Call& call, int i) {
   if (s.logit_rows[i] >= 0) {
     const float* raw = call.inputs<float>() + int64_t{i} * d.vocab;
     float* z = call.scratch->logits;
-    const float top = raw[argmax(raw, d.vocab)];
+    const int32_t likeliest = argmax(raw, d.vocab);
+    const float top = raw[likeliest], temperature = s.temperature[i];
     const double log_sum = top + log(exponentials(raw, d.vocab, top, z));
     token = s.target[i];
+    if (token < 0 && temperature <= 0.0f && !adjusts(s, i)) token = likeliest;
     if (token < 0) {
       memcpy(z, raw, d.vocab * sizeof(float));
       adjust(call, i, z);
-      const float temperature = s.temperature[i];
       token = argmax(z, d.vocab);
       if (temperature > 0.0f) {
         for (int v = 0; v < d.vocab; ++v) z[v] /= temperature;
