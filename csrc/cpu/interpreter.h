@@ -113,7 +113,6 @@ class Interpreter {
   bool aborted() const { return abort_.load(std::memory_order_relaxed) != 0; }
   void deal_streams();
   void run(int thread);
-  void serve(int thread);  // calls `run`, and aborts the launch if memory runs out
   Visit visit(Cursor& cursor, int thread);
   bool fetch_weights(Cursor& cursor);
   bool hold(Cursor& cursor);

@@ -72,7 +72,7 @@ void Interpreter::start(Program& program, const int32_t* step_words, bool trace)
   for (Progress& p : progress_) p.instructions.store(0, std::memory_order_relaxed);
   seen_progress_ = 0;
   seen_at_ = std::chrono::steady_clock::now();
-  pool_.start([this](int thread) { serve(thread); }, [this] { finish(); });
+  pool_.start([this](int thread) { run(thread); }, [this] { finish(); });
 }
 
 // Assigns the instruction streams (one per worker) to the CPU threads in turn. With at least as many threads
@@ -103,9 +103,6 @@ Status Interpreter::wait(std::chrono::milliseconds limit) {
     seen_at_ = now;
   } else if (std::chrono::duration<double>(now - seen_at_).count() > deadlock_seconds_) {
     abort();
-    while (!pool_.wait(std::chrono::milliseconds(50))) {
-    }
-    return failed_ ? Status::kFailed : Status::kDone;
   }
   return Status::kRunning;
 }

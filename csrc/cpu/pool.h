@@ -1,5 +1,6 @@
 // Threads that live as long as an engine and run one job at a time.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -14,16 +15,19 @@ namespace mk {
 
 class Pool {
  public:
-  explicit Pool(int threads) : placement_(threads) {
-    threads_.reserve(threads);
-    try {
-      for (int t = 0; t < threads; ++t) threads_.emplace_back([this, t] { serve(t); });
-    } catch (...) {
-      end();
-      throw;
-    }
+  // If a thread cannot be started, the destructor ends the others, as it does once any constructor has
+  // returned.
+  explicit Pool(int threads) : Pool(threads, 0) {
+    for (int t = 0; t < threads; ++t) threads_.emplace_back([this, t] { serve(t); });
   }
-  ~Pool() { end(); }
+  ~Pool() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& t : threads_) t.join();
+  }
   int size() const { return static_cast<int>(threads_.size()); }
   Placement& placement() { return placement_; }
 
@@ -48,11 +52,22 @@ class Pool {
   }
 
  private:
+  // How long an idle thread yields before it sleeps. Between two steps, the host needs less time than this,
+  // but a sleeping thread would take about as long again to wake up.
+  static constexpr std::chrono::microseconds kYields{200};
+
+  Pool(int threads, int started) : placement_(threads), threads_(started) { threads_.reserve(threads); }
+
   void serve(int thread) {
     placement_.thread_starts(thread);
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);
     while (true) {
+      lock.unlock();
+      const auto end = std::chrono::steady_clock::now() + kYields;
+      while (epoch_.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < end)
+        std::this_thread::yield();
+      lock.lock();
       work_.wait(lock, [&] { return stop_ || epoch_ != seen; });
       if (stop_) return;
       seen = epoch_;
@@ -67,20 +82,11 @@ class Pool {
     }
   }
 
-  void end() {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    work_.notify_all();
-    for (std::thread& t : threads_) t.join();
-  }
-
   std::mutex mutex_;
   std::condition_variable work_, idle_;
   std::function<void(int)> job_;
   std::function<void()> finish_;
-  uint64_t epoch_ = 0;
+  std::atomic<uint64_t> epoch_{0};
   int running_ = 0;
   bool stop_ = false;
   Placement placement_;

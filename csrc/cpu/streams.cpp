@@ -1,6 +1,5 @@
 // How the pool's threads execute the instruction streams of a launch. A thread visits its streams in turn and
 // executes each instruction whose waits are satisfied.
-#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
@@ -24,7 +23,7 @@ constexpr int kSpins = 4000, kYields = 200;
 // for may need its core.
 constexpr int kCrowdedSpins = 20;
 constexpr int kPatience = 10;  // pauses before an idle thread tries to run other threads' instructions
-constexpr long kNapNs = 50'000;
+constexpr std::chrono::microseconds kNap{50};
 
 void relax() {
 #if defined(__x86_64__)
@@ -32,11 +31,6 @@ void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-void nap(int64_t ns) {
-  const timespec time{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
-  nanosleep(&time, nullptr);
 }
 
 // Pauses a waiting thread: it spins at first, then yields, then sleeps.
@@ -49,9 +43,9 @@ class Backoff {
     if (count_ < spins_) {
       relax();
     } else if (count_ < spins_ + kYields) {
-      sched_yield();
+      std::this_thread::yield();
     } else {
-      nap(kNapNs);
+      std::this_thread::sleep_for(kNap);
     }
   }
   void reset() { count_ = 0; }
@@ -70,16 +64,7 @@ uint64_t clock_ns() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
-void Interpreter::serve(int thread) {
-  try {
-    run(thread);
-  } catch (const std::bad_alloc&) {
-    out_of_memory_.store(true, std::memory_order_relaxed);
-    abort();
-  }
-}
-
-void Interpreter::run(int thread) {
+void Interpreter::run(int thread) try {
   const std::vector<Cursor*>& own = dealt_[thread];
   if (own.empty()) return;
   const FlushSubnormals flush;
@@ -106,6 +91,9 @@ void Interpreter::run(int thread) {
     if (backoff.patient() || visit(cursors_[other++ % cursors_.size()], thread) != Visit::kMoved)
       backoff.pause();
   }
+} catch (const std::bad_alloc&) {
+  out_of_memory_.store(true, std::memory_order_relaxed);
+  abort();
 }
 
 // Tries to reserve the stream for this thread. Returns whether it could; after an abort, it never can.
@@ -379,7 +367,7 @@ void Interpreter::stall(const Cursor& c) const {
   if (delay.ns == 0 || c.segment != delay.segment || c.number != delay.record) return;
   if (c.segment == kBody && c.layer != delay.layer) return;
   const uint64_t end = clock_ns() + static_cast<uint64_t>(delay.ns);
-  while (clock_ns() < end && !aborted()) nap(kNapNs);
+  while (clock_ns() < end && !aborted()) std::this_thread::sleep_for(kNap);
 }
 
 void Interpreter::record_interval(Cursor& c, IntervalKind kind, uint64_t begin, uint64_t end,
