@@ -137,7 +137,7 @@ class ResponsesRequest(requests.Sampled):
 
     def form(self) -> StructuredOutputsParams | None:
         wanted = self.text.format if self.text else None
-        return wanted and requests.form_of(wanted.type, wanted.schema_, "text.format.schema")
+        return requests.form_of(wanted.type, wanted.schema_, "text.format.schema") if wanted else None
 
     def chosen(self) -> Tools:
         """Return the tools in the form of /v1/chat/completions, and the choice among them."""
