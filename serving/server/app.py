@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -153,15 +152,10 @@ def create_app(service: Service, root_path: str = "") -> FastAPI:
         """The server's version."""
         return writer.json_response({"version": version("megakernel")})
 
-    making = asyncio.Lock()
-
-    async def openapi(request: Request) -> JSONResponse:
-        """Return the OpenAPI schema. The first request makes it in a thread, and FastAPI keeps the object."""
-        async with making:
-            if app.openapi_schema is None:
-                await asyncio.to_thread(lambda: _correct(app.openapi(), service))
+    def openapi(request: Request) -> JSONResponse:
+        """Return the OpenAPI schema, which the first request makes. A function that is not `async` runs in a thread."""
         root = request.scope.get("root_path", "")
-        return JSONResponse(app.openapi() | ({"servers": [{"url": root}]} if root else {}))
+        return JSONResponse(_corrected(app, service) | ({"servers": [{"url": root}]} if root else {}))
 
     app.add_route("/openapi.json", openapi, include_in_schema=False)
 
@@ -206,9 +200,10 @@ def _chat_page() -> str:
     return fill(page, {"POLICY": policy(script, timeline_script())})
 
 
-def _correct(schema: dict[str, Any], service: Service) -> None:
-    """Correct the OpenAPI schema that FastAPI makes. Remove status 422, which this server does not use, and add the API
-    key if the server requires one."""
+def _corrected(app: FastAPI, service: Service) -> dict[str, Any]:
+    """Return the OpenAPI schema that FastAPI makes once, without status 422, which this server does not use, and with
+    the API key if the server requires one."""
+    schema = app.openapi()
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
     if service.access.keys:
@@ -219,3 +214,4 @@ def _correct(schema: dict[str, Any], service: Service) -> None:
             if service.access.guards(name):
                 operation["security"] = [{"key": []}]
                 operation["responses"]["401"] = {"description": "missing or wrong API key"}
+    return schema

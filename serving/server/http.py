@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Collection
-from contextlib import suppress
 from time import perf_counter
 
 from starlette.responses import Response
@@ -43,8 +42,6 @@ class Gate:
         scope[writer.DIRECT] = send
         service.CLIENT.set(scope["client"][0] if scope.get("client") else "")
         writer.REPLAYED.set(writer.replayed(headers.get(writer.HEADER.encode())))
-        if headers.keys() & {b"content-length", b"transfer-encoding"}:
-            receive, send = _answered_to_the_end(receive, send)
         began, answers = perf_counter(), list[client.Answers]()
         service.ANSWERS.set(answers)
         send = noted = _Noted(send, headers.get(b"x-request-id", b""))
@@ -127,31 +124,6 @@ class Gate:
         if self._held + more > self._max_bodies:
             told = f"the bodies of all requests together would be larger than {self._max_bodies} bytes: try again later"
             raise errors.APIError(503, told, headers={"Retry-After": "5"})
-
-
-def _answered_to_the_end(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """Wrap `receive` and `send` so that an answer ends only after the whole body has arrived, or after BODY_SECONDS.
-    The wrappers read and discard the part of the body that the application has not read. If the server closed the
-    connection while the client still sends, the connection would be reset and the client would not see the answer."""
-    more = True
-
-    async def receive_and_look() -> Message:
-        nonlocal more
-        message = await receive()
-        more = message.get("more_body", False)
-        return message
-
-    async def send_and_drop(message: Message) -> None:
-        if more and message["type"] == "http.response.body" and not message.get("more_body", False):
-            await send({**message, "more_body": True})
-            with suppress(TimeoutError):
-                async with asyncio.timeout(BODY_SECONDS):
-                    while more:
-                        await receive_and_look()
-            message = {"type": "http.response.body", "body": b"", "more_body": False}
-        await send(message)
-
-    return receive_and_look, send_and_drop
 
 
 class _Noted:

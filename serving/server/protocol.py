@@ -35,6 +35,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     _head = 0  # bytes of the current header so far
     _data = b""  # the bytes that arrived last
+    _keeps_alive = True  # whether the client wants to use the connection again
     _answering: RequestResponseCycle | None = None  # the request that is answered; uvicorn's `cycle` is the latest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -84,6 +85,17 @@ class HttpProtocol(HttpToolsProtocol):
             raise _TooMuch
         super().on_headers_complete()
         self._head = 0
+        if self.cycle is not None:
+            self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, True
+
+    def on_message_complete(self) -> None:
+        """Close a connection that its client wants closed, but not before the whole body has arrived. Otherwise the
+        connection of a client that still sends would be reset, and the client would not see an early answer."""
+        super().on_message_complete()
+        if self.cycle is not None and not self._keeps_alive:
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
 
     def _count(self, size: int) -> None:
         self._head += size
