@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
@@ -65,7 +65,8 @@ class TraceHeader:
     """Facts about a whole trace. `program` is the hash of the traced program. `source` says what wrote the trace:
     reference, cpu, cuda, protocol or simulator. Reading the clock takes `read_s` seconds. `clock_error_s` is the
     largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts intervals that were lost
-    because memory for the trace was full. `machine` names the machine that a simulator assumed; "" is the program's."""
+    because memory for the trace was full. `machine` names the machine that a simulator assumed; "" is the program's.
+    In a file, `attention` is the shape of `Trace.attention`, if there is such an array."""
 
     program: str
     source: str
@@ -74,11 +75,6 @@ class TraceHeader:
     clock_error_s: _Seconds
     dropped: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     machine: str = ""
-
-
-class _Shape(msgspec.Struct):
-    """The part of a trace file's header that gives the shape of `Trace.attention`, if there is such an array."""
-
     attention: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None
 
 
@@ -109,7 +105,7 @@ class Trace:
         start = 16 + int.from_bytes(data[8:16], "little")
         try:
             header = msgspec.json.decode(data[16:start], type=TraceHeader)
-            shape, attention = msgspec.json.decode(data[16:start], type=_Shape).attention, None
+            shape, attention = header.attention, None
             if not (header.program + header.source + header.machine).isprintable():
                 raise ValueError("the header's program, source or machine is not printable text")
             if shape is not None:
@@ -120,4 +116,4 @@ class Trace:
             intervals = np.frombuffer(data, DTYPE, offset=start)
         except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as e:
             raise MegakernelError(f"trace file {path} is damaged: {str(e)[:200]}: record it again") from e
-        return Trace(header, intervals, attention)
+        return Trace(replace(header, attention=None), intervals, attention)
