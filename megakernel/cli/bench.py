@@ -91,30 +91,21 @@ def speculated(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
 def show_latency(figures: dict[str, Any]) -> None:
     prefill, ceilings = figures["prefill"], figures["ceilings"]
+    most, done = ceilings["read_bytes_per_s"] / 1e9, f"{prefill['gflops']:.0f} G{ceilings['unit']}"
+
+    def reached(rate: str, fraction: float, limit: str, verb: str) -> Text:
+        return Text.assemble(f"{rate}, ", (f"{fraction:.0%}", "bold"), f" of the {limit} that this machine can {verb}")
+
     decode = output.bold(f"{figures['tokens_per_s']:.1f} tokens/s", f", {figures['step_s'] * 1e3:.2f} ms a step")
-    least, most, runs = figures["step_s_min"] * 1e3, figures["step_s_max"] * 1e3, len(figures["runs"])
+    fast, slow, runs = figures["step_s_min"] * 1e3, figures["step_s_max"] * 1e3, len(figures["runs"])
     output.rows(
-        ("decode", decode.append(f", {least:.2f} to {most:.2f} over {runs} runs", "dim")),
-        (
-            "  reads",
-            Text.assemble(
-                f"{figures['read_GBps']:.1f} GB/s, ",
-                (f"{figures['read_fraction']:.0%}", "bold"),
-                f" of the {ceilings['read_bytes_per_s'] / 1e9:.1f} that this machine can read",
-            ),
-        ),
+        ("decode", decode.append(f", {fast:.2f} to {slow:.2f} over {runs} runs", "dim")),
+        ("  reads", reached(f"{figures['read_GBps']:.1f} GB/s", figures["read_fraction"], f"{most:.1f}", "read")),
         (
             "prefill",
             output.bold(f"{prefill['tokens_per_s']:.0f} tokens/s", f", {prefill['tokens']} tokens in one prompt"),
         ),
-        (
-            "  arithmetic",
-            Text.assemble(
-                f"{prefill['gflops']:.0f} G{ceilings['unit']}, ",
-                (f"{prefill['fma_fraction']:.0%}", "bold"),
-                f" of the {ceilings['flops'] / 1e9:.0f} that this machine can do",
-            ),
-        ),
+        ("  arithmetic", reached(done, prefill["fma_fraction"], f"{ceilings['flops'] / 1e9:.0f}", "do")),
         ("roofline", f"decode {figures['roofline_fraction']:.0%}, prefill {prefill['roofline_fraction']:.0%}"),
         *speculated(figures),
         *versus.rows(figures["vs"]),

@@ -91,37 +91,33 @@ def _program(args: argparse.Namespace) -> tuple[Program, Machine, bool]:
     """Return the program, a machine with the program's number of workers, and whether the model's LM head is its
     embedding table (tied). A program file does not say whether its model is tied, so True is assumed."""
     if args.file:
-        for name in STORED.split():
-            setting = SETTINGS[name]
-            if getattr(args, name) != setting.value():
-                raise MegakernelError(
-                    f"{setting.flag} cannot change {args.file}, which is already compiled: leave it out, or give "
-                    "--model instead of FILE"
-                )
+        for setting in (SETTINGS[name] for name in STORED.split() if getattr(args, name) != SETTINGS[name].value()):
+            raise MegakernelError(
+                f"{setting.flag} cannot change {args.file}, which is already compiled: leave it out, or give --model "
+                "instead of FILE"
+            )
         program, tied = load_program(args.file), True
-        workers, name = args.workers or program.workers, args.machine or program.machine
+        workers, ranks, name = args.workers or program.workers, program.ranks, args.machine or program.machine
+        advice = f"choose a --machine that {args.file} fits"
         if not args.machine and name not in {HOST, *machines.MACHINES}:
             raise MegakernelError(f"{args.file} was compiled for {name}, whose rates are unknown: give --machine")
-        _check_size(name, workers, program.ranks, f"choose a --machine that {args.file} fits")
+    else:
+        name = args.machine = args.machine or SETTINGS["machine"].value()
+        workers, ranks, advice = args.workers or 1, args.tensor_parallel_size, "lower --workers or --tp"
+    hardware = machines.hardware(name)
+    if workers > hardware.chip.sms:
+        raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: {advice}")
+    if ranks > hardware.node.gpus:
+        raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: {advice}")
+    if args.file:
         machine = machines.load(name, workers)
     else:
-        args.machine = args.machine or SETTINGS["machine"].value()
-        _check_size(args.machine, args.workers or 1, args.tensor_parallel_size, "lower --workers or --tp")
         tokens = args.tokens or 1
         args.max_model_len = args.context or _CONTEXT
         with output.busy("compiling"):
             program, config, machine = compile_for(args, tokens=tokens, logit_rows=tokens, max_seqs=tokens)
         machine, tied = machine.with_workers(program.workers), config.tied
     return program, host_machine(program) if machine.name == HOST else machine, tied
-
-
-def _check_size(name: str, workers: int, ranks: int, advice: str) -> None:
-    """Raise MegakernelError, whose text ends in `advice`, if machine `name` has too few workers or devices."""
-    hardware = machines.hardware(name)
-    if workers > hardware.chip.sms:
-        raise MegakernelError(f"{name} has {hardware.chip.sms} workers per rank, not {workers}: {advice}")
-    if ranks > hardware.node.gpus:
-        raise MegakernelError(f"{name} has {hardware.node.gpus} devices in a node, not {ranks}: {advice}")
 
 
 def _fit(program: Program, machine: Machine, tied: bool, sequences: int, context: int) -> dict[str, Any]:

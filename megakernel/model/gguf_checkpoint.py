@@ -107,7 +107,10 @@ class _Cursor:
             raise damaged(
                 self._path, f"the string at byte {self.offset} has {size} of at most {MOST_STRING_BYTES} bytes"
             )
-        return self.bytes(size).decode("utf-8")
+        try:
+            return self.bytes(size).decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise damaged(self._path, "a string in its header is not UTF-8") from e
 
     def count(self, number: int) -> int:
         """Return `number`, a count of elements to read. Raises MegakernelError if the counts' sum exceeds the limit."""
@@ -177,12 +180,7 @@ class GgufFile:
     def _open(self, path: Path) -> dict[str, Any]:
         """Read the header of the file `path`: add its tensors to those of this object, and return its metadata."""
         data = map_file(path)
-        try:
-            return self._parse(path, _Cursor(path, data), data)
-        except UnicodeDecodeError as e:
-            raise damaged(path, "a string in its header is not UTF-8") from e
-
-    def _parse(self, path: Path, cursor: _Cursor, data: NDArray[np.uint8]) -> dict[str, Any]:
+        cursor = _Cursor(path, data)
         if cursor.bytes(4) != b"GGUF":
             raise MegakernelError(f"{path} is not a GGUF file")
         version = cursor.u32()
