@@ -27,8 +27,6 @@ from .families import FAMILIES, LACKING, Family
 from .families.windows import every_nth, layers_of
 from .file_checkpoint import (
     ROPE_FACTORS,
-    FileCheckpoint,
-    Naming,
     Tensor,
     Tensors,
     check_ranges,
@@ -244,13 +242,6 @@ def _dequantised(tensor: Tensor, type_: GGMLQuantizationType, start: int, end: i
     for first in range(0, len(rows), step):
         values[first : first + step] = dequantize(rows[first : first + step], type_)
     return values
-
-
-def open_gguf(path: Path, name: str) -> FileCheckpoint:
-    """Open a GGUF file. `name` is the model's name in messages. Raises MegakernelError."""
-    file = GgufFile(path)
-    config = gguf_config(file)
-    return FileCheckpoint(name, file.tensors, Naming(config, "gguf"), dict(file.widened))
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:

@@ -115,7 +115,10 @@ def parse_hf_config(raw: dict[str, Any], source: str) -> ModelConfig:
         raise refuse(f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     context = count("max_position_embeddings", default("max_position_embeddings", 2048))
     head_dim = count("head_dim", default("head_dim", hidden // heads if heads > 0 else 0))
-    rope = _rope(replace(keys, raw=_global_rope(raw, family)), context, head_dim, family)
+    tables, rope_keys = raw.get("rope_parameters"), keys
+    if family.two_ropes and isinstance(tables, dict) and "full_attention" in tables:
+        rope_keys = replace(keys, raw=raw | {"rope_parameters": tables["full_attention"]})
+    rope = _rope(rope_keys, context, head_dim, family)
     config = family.config(keys, rope, head_dim)
     ignored = _IGNORED | {*family.keys.split()}
     ignored |= {key for key in raw if key[:1] == "_" or "drop" in key or "flash" in key or key.endswith("_token_id")}
@@ -160,14 +163,6 @@ def _family(raw: dict[str, Any], source: str) -> Family:
         f"{source}: architectures = {short(architectures)} with model_type = {short(model_type)} is not supported; "
         f"supported are {', '.join(FAMILIES)}"
     )
-
-
-def _global_rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """If layers with windows have separate RoPE settings, return `raw` with only the settings of other layers."""
-    table = raw.get("rope_parameters")
-    if family.two_ropes and isinstance(table, dict) and "full_attention" in table:
-        return raw | {"rope_parameters": table["full_attention"]}
-    return raw
 
 
 def _rope(keys: Keys, context: int, head_dim: int, family: Family) -> Rope:

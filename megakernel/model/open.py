@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import MegakernelError
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .file_checkpoint import FileCheckpoint, Naming
 from .folder import has_weights, model_file, small
 from .hf_config import read_hf_config, read_json, read_sampling
 from .pypi import PACKAGES, cached, pull
 from .random_checkpoint import KNOWN_SHAPES, RandomCheckpoint
-from .safetensors_checkpoint import open_folder
+from .safetensors_checkpoint import checkpoint_of, read_folder
 
 if TYPE_CHECKING:
     from .gguf_checkpoint import GgufFile
@@ -116,10 +117,9 @@ def load_sampling(spec: str) -> dict[str, Any]:
 
 def _open(path: Path, name: str) -> Checkpoint:
     if path.is_dir():
-        return open_folder(path, name)
-    from .gguf_checkpoint import open_gguf
-
-    return open_gguf(path, name)
+        return checkpoint_of(read_hf_config(path), read_folder(path), name or path.name)
+    file, config = _gguf(path)
+    return FileCheckpoint(name, file.tensors, Naming(config, "gguf"), dict(file.widened))
 
 
 def _gguf(path: Path) -> tuple[GgufFile, ModelConfig]:

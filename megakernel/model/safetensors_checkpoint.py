@@ -21,7 +21,6 @@ from .config import ModelConfig
 from .families import FAMILIES
 from .file_checkpoint import FileCheckpoint, Naming, Tensors, check_ranges, damaged, expected_shapes, map_file, stored
 from .folder import INDICES, shards
-from .hf_config import read_hf_config
 from .split_experts import split_experts
 
 _DTYPES: dict[str, Dtype | None] = {kind.name: kind for kind in (Dtype.F32, Dtype.F16, Dtype.BF16)}
@@ -36,7 +35,7 @@ _OF_IMAGES = tuple(
 )
 
 
-def _read_folder(folder: Path) -> Tensors:
+def read_folder(folder: Path) -> Tensors:
     """Return the tensors of all safetensors files of a folder. Headers are checked, and files mapped into memory."""
     single, index = (folder / name for name in INDICES)
     if single.exists():
@@ -105,11 +104,6 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], Dtype | 
         told = f"tensor {name} of shape {list(shape)} and type {dtype} needs {size} bytes, not data_offsets {offsets}"
         raise damaged(path, told)
     return shape, kind, offsets
-
-
-def open_folder(folder: Path, name: str) -> FileCheckpoint:
-    """Open a Hugging Face model folder. `name` is the model's name in messages."""
-    return checkpoint_of(read_hf_config(folder), _read_folder(folder), name or folder.name)
 
 
 def checkpoint_of(config: ModelConfig, given: Tensors, name: str, *, some: bool = False) -> FileCheckpoint:
