@@ -66,21 +66,9 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig(Shape):
-    """The sizes and properties of a model. Most fields have the names of config.json. Some need a definition:
+    """The sizes and properties of a model. Most fields have the names of config.json.
 
-    `head_norms`            each head of q and k is normalised before RoPE (always so if `Family.head_norms` is true)
-    `nope_layers`           layers without RoPE
-    `full_layers`           layers without a sliding window; in all others, a window has `window` tokens
-    `local_theta`           if not 0, layers with a window have an unscaled RoPE with this base
-    `rounds_embedding`      `embedding_multiplier` is rounded to the compute type
-    `shared_ffn`            width of the MLP that all tokens use; its pieces, as wide as an expert, count as experts
-    `dense_ffn`             width of the MLP of layers without a router; its pieces count as experts that all tokens use
-    `embedding_multiplier`  multiplies embeddings
-    `residual_multiplier`   multiplies the outputs of attention and of the MLP
-    `attention_multiplier`  multiplies attention scores; None means 1 / sqrt(head_dim)
-    `logits_scaling`        divides logits
-
-    The last four become part of other numbers: `embed_scale`, the scales of the last norm, the RoPE table and the
+    The multipliers become part of other numbers: `embed_scale`, the scales of the last norm, the RoPE table and the
     epsilon of norms. The residual is kept divided by `residual_multiplier`, so that what layers add needs no
     multiplication. Norms give the same results, because their epsilon is divided by the square of this multiplier.
     """
@@ -93,17 +81,17 @@ class ModelConfig(Shape):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    head_norms: bool = False
-    nope_layers: tuple[int, ...] = ()
-    full_layers: tuple[int, ...] = ()
-    local_theta: float = 0.0
-    rounds_embedding: bool = False
-    shared_ffn: int = 0
-    dense_ffn: int = 0
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    attention_multiplier: float | None = None
-    logits_scaling: float = 1.0
+    head_norms: bool = False  # each head of q and k is normalised before RoPE (always so if `Family.head_norms`)
+    nope_layers: tuple[int, ...] = ()  # layers without RoPE
+    full_layers: tuple[int, ...] = ()  # layers without a sliding window, which has `window` tokens in all others
+    local_theta: float = 0.0  # if not 0, layers with a window have an unscaled RoPE with this base
+    rounds_embedding: bool = False  # `embedding_multiplier` is rounded to the compute type
+    shared_ffn: int = 0  # width of the MLP that all tokens use; its pieces, as wide as an expert, count as experts
+    dense_ffn: int = 0  # width of the MLP of layers without a router; its pieces count as experts of all tokens
+    embedding_multiplier: float = 1.0  # multiplies embeddings
+    residual_multiplier: float = 1.0  # multiplies the outputs of attention and of the MLP
+    attention_multiplier: float | None = None  # multiplies attention scores; None means 1 / sqrt(head_dim)
+    logits_scaling: float = 1.0  # divides logits
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 

@@ -27,15 +27,12 @@ from .rope import rope_table
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file. Its last axis is a row; its other axes count rows.
-
-    `dtype`  the type of the elements or blocks that `rows` returns; None for bytes that must first be decoded
-    `rows`   returns rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column
-    """
+    """A tensor of a file. Its last axis is a row; its other axes count rows."""
 
     path: Path
     shape: tuple[int, ...]
-    dtype: Dtype | None
+    dtype: Dtype | None  # the type of the elements or blocks that `rows` returns; None for bytes to be decoded
+    # Returns rows [start, end), 2-D: bfloat16 as uint16, quantised rows as bytes, a vector as one column.
     rows: Callable[[int, int], NDArray[np.generic]]
 
 
@@ -53,13 +50,10 @@ def stored(path: Path, shape: tuple[int, ...], dtype: Dtype | None, data: NDArra
 
 @dataclass(frozen=True)
 class Naming:
-    """The names of a model's tensors in files of one format, and how the files store them.
-
-    `format` is "safetensors" or "gguf".
-    """
+    """The names of a model's tensors in files of one format, and how the files store them."""
 
     config: ModelConfig
-    format: str
+    format: str  # "safetensors" or "gguf"
 
     def _parts(self, buffer: Buffer) -> tuple[str, ...]:
         parts: tuple[str, ...] = getattr(FAMILIES[self.config.family].tensors(buffer), self.format)

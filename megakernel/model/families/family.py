@@ -54,63 +54,43 @@ WEIGHTS: dict[Buffer, Weight] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Declares a model family: its forward pass, and how to read its files.
+    """Declares a model family: its forward pass, and how to read its files."""
 
-    `name`            `model_type` in config.json; the class name there begins with it, in CamelCase, or is in `also`
-    `models`          published models of the family, in Markdown
-    `also`            other class names in config.json
-    `inside`          the classes of models that also see images and contain a language model of the family
-    `inside_keys`     the values that keys of config.json have in these models and in GGUF files, which lack them
-    `gguf`            the architecture's names in GGUF files; the first is used when a file is written
-    `forward`         lists the phases of a step, for a configuration and this family, if they are not Llama's
-    `head_norms`      each head of q and k is normalised before RoPE
-    `gelu`            the MLP's gate is GELU, approximated by tanh, instead of SiLU
-    `sinks`           each head of attention adds a score that belongs to no token
-    `weights`         the tensor names of buffers, where they are not those of Llama
-    `shared`          the tensor names of the MLP that runs as shared experts; layers without a router have Llama's
-    `adjacent`        the file formats that store the two rows of a RoPE pair of q or k next to each other; in other
-                      formats, rows i and i + R / 2 form a pair, if RoPE rotates R rows of a head
-    `alternate`       in a tensor with gate and up of all experts, outputs of gate alternate with those of up
-    `norms_minus_one` safetensors files contain the scales of norms minus 1
-    `fixed`           fields of ModelConfig with the same value in all models of the family
-    `fields`          fields of ModelConfig that have a key in config.json: the key, and the value if it is absent
-    `only`            keys of config.json for which only these values are supported
-    `read`            returns the other fields of ModelConfig that `config` does not set for all families, from a file
-                      of either format. Its result may also have the entry `longest`, a limit of the context in tokens.
-    `keys`            the keys that have no effect in this family, or that `read` may leave out, separated by spaces
-    `aliases`         other names of keys in config.json, and the usual names of these keys
-    `renames`         parts of tensor names in safetensors files, and the usual parts that replace them
-    `defaults`        the values of keys that are absent in config.json, where they are not those of Llama. The key
-                      `partial_rotary_factor`, and `alpha` of RoPE's settings, are supported only if listed here.
-    `activations`     the allowed names of the MLP's activation in config.json
-    `two_ropes`       `rope_parameters` in config.json has one table for layers with sliding windows, one for others
-    """
-
-    name: str
-    models: str
-    also: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
+    name: str  # `model_type` in config.json; the class name there begins with it, in CamelCase, or is in `also`
+    models: str  # published models of the family, in Markdown
+    also: tuple[str, ...] = ()  # other class names in config.json
+    inside: tuple[str, ...] = ()  # classes of models that also see images and contain a language model of the family
+    # The values that keys of config.json have in these models and in GGUF files, which lack them.
     inside_keys: Mapping[str, Any] = field(default_factory=dict)
-    gguf: tuple[str, ...] = ()
+    gguf: tuple[str, ...] = ()  # the architecture's names in GGUF files; the first is used when a file is written
+    # Lists the phases of a step, for a configuration and this family, if they are not Llama's.
     forward: Callable[[ModelConfig, Family], Forward] | None = None
-    head_norms: bool = False
-    gelu: bool = False
-    sinks: bool = False
-    weights: Mapping[Buffer, Weight] = field(default_factory=dict)
+    head_norms: bool = False  # each head of q and k is normalised before RoPE
+    gelu: bool = False  # the MLP's gate is GELU, approximated by tanh, instead of SiLU
+    sinks: bool = False  # each head of attention adds a score that belongs to no token
+    weights: Mapping[Buffer, Weight] = field(default_factory=dict)  # tensor names of buffers that differ from Llama's
+    # The tensor names of the MLP that runs as shared experts. Layers without a router have Llama's.
     shared: Mapping[Buffer, Weight] = field(default_factory=dict)
+    # The file formats that store the two rows of a RoPE pair of q or k next to each other. In other formats, rows i and
+    # i + R / 2 form a pair, if RoPE rotates R rows of a head.
     adjacent: tuple[str, ...] = ()
-    alternate: bool = False
-    norms_minus_one: bool = False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    alternate: bool = False  # in a tensor with gate and up of all experts, outputs of gate alternate with those of up
+    norms_minus_one: bool = False  # safetensors files contain the scales of norms minus 1
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of ModelConfig with one value in all models
+    # Fields of ModelConfig that have a key in config.json: the key, and the value if it is absent.
     fields: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys of config.json, with all supported values
+    # Returns the other fields of ModelConfig that `config` does not set for all families, from a file of either format.
+    # The result may also have the entry `longest`, a limit of the context in tokens.
     read: Callable[[Keys], dict[str, Any]] = lambda keys: {}
-    keys: str = ""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    renames: Mapping[str, str] = field(default_factory=dict)
+    keys: str = ""  # keys that have no effect in this family, or that `read` may leave out, separated by spaces
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys in config.json, and the usual names
+    renames: Mapping[str, str] = field(default_factory=dict)  # parts of names in safetensors files, and the usual parts
+    # The values of keys that are absent in config.json, where they are not those of Llama. The key
+    # `partial_rotary_factor`, and `alpha` of RoPE's settings, are supported only if listed here.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    activations: tuple[str, ...] = ("silu", "swish")
-    two_ropes: bool = False
+    activations: tuple[str, ...] = ("silu", "swish")  # the allowed names of the MLP's activation in config.json
+    two_ropes: bool = False  # `rope_parameters` has one table for layers with sliding windows, one for others
 
     def tensors(self, buffer: Buffer) -> Weight:
         """Return the names of the tensors that contain a buffer."""
