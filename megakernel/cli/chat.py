@@ -7,7 +7,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
@@ -70,9 +70,7 @@ class _Talk:
         self._may_interrupt = False
 
     def run(self) -> int:
-        if not self._typed:
-            return self._talk()
-        with on_interrupt(self._interrupt):
+        with on_interrupt(self._interrupt) if self._typed else nullcontext():
             return self._talk()
 
     def _interrupt(self, *_: object) -> None:

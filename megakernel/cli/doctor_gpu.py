@@ -138,11 +138,24 @@ def check(case: Case, *, seeds: int, repeats: int) -> list[str]:
 
 
 def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
+    from megakernel.scheduler import Options, Spec, compile_program
+
     from ..runtime.cuda.backend import CudaBackend
     from ..runtime.gpu_check import check_instructions, check_launches, prepare
     from ..runtime.reference import ReferenceBackend
 
-    program = _compile(case)
+    spec = Spec(
+        case.config,
+        registered("cuda").machine(None, case.tp),
+        dtype=Dtype.BF16,
+        tokens=case.tokens,
+        logit_rows=min(case.tokens, 3),
+        max_seqs=3,
+        max_context=case.config.max_context,
+        tp=case.tp,
+        options=Options(matmul=case.matmul, norm=case.norm),
+    )
+    program = compile_program(spec)
     pages = 2 * program.dims.bucket.pages_per_seq
     checkpoint = RandomCheckpoint(case.name, case.config)
     gpu = CudaBackend(checkpoint, program.dims, pages, timeout_s=_TIMEOUT_S)
@@ -159,25 +172,6 @@ def _differences(case: Case, seeds: int, repeats: int) -> Iterator[str]:
                     yield f"seed {seed}: {difference}"
     finally:
         gpu.close()
-
-
-def _compile(case: Case) -> Program:
-    from megakernel.scheduler import Options, Spec, compile_program
-
-    machine = registered("cuda").machine(None, case.tp)
-    return compile_program(
-        Spec(
-            case.config,
-            machine,
-            dtype=Dtype.BF16,
-            tokens=case.tokens,
-            logit_rows=min(case.tokens, 3),
-            max_seqs=3,
-            max_context=case.config.max_context,
-            tp=case.tp,
-            options=Options(matmul=case.matmul, norm=case.norm),
-        )
-    )
 
 
 def _step(program: Program, seed: int, change: int) -> Any:

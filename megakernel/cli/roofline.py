@@ -102,7 +102,7 @@ def _show_step(facts: dict[str, Any]) -> None:
         ("model", f"{facts['model']}, {facts['dtype']}"),
         ("machine", f"{facts['machine']}, tp {facts['tp']}"),
         ("lowering", output.lowering_text(facts["lowering"])),
-        ("step", f"{_rows(facts['tokens'])} with {facts['context']:,} KV tokens each"),
+        ("step", f"{facts['tokens']:,} row{'s' * (facts['tokens'] > 1)} with {facts['context']:,} KV tokens each"),
         (
             "at least",
             f"{seconds(facts['step_s'])}, {facts['tokens_per_s']:,.1f} tokens/s, bound by {facts['bound']}",
@@ -133,7 +133,3 @@ def _show_step(facts: dict[str, Any]) -> None:
 def _figure(value: float, decimals: int) -> str:
     """Format a number so that a line of the table fits into 80 columns. The number 0 gives an empty text."""
     return f"{value:,.{0 if value >= 100 else decimals}f}" if value else ""
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"

@@ -25,15 +25,7 @@ from .checkpoint import CHUNK
 from .config import Keys, ModelConfig, Rope, RopeKind, short
 from .families import FAMILIES, LACKING, Family
 from .families.windows import every_nth, layers_of
-from .file_checkpoint import (
-    ROPE_FACTORS,
-    Tensor,
-    Tensors,
-    check_ranges,
-    damaged,
-    map_file,
-    stored,
-)
+from .file_checkpoint import ROPE_FACTORS, Tensor, Tensors, check_ranges, damaged, map_file, stored
 from .folder import GGUF_PART
 from .limits import MOST_ALIGNMENT, MOST_METADATA_ELEMENTS, MOST_STRING_BYTES, check_config
 from .rope import yarn_attention
