@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megakernel.isa import BUFFERS, EVERY, OWN, Buffer, Column, Dims, Index, Kind, accesses
-from megakernel.scheduler.regions import block_rows, boxes, hulls, nonempty
+from megakernel.isa import BUFFERS, Buffer, Dims, Index, Kind, accesses
+from megakernel.isa.ragged import ragged
+from megakernel.scheduler.regions import boxes, hulls, nonempty
 from megakernel.scheduler.tasks import PhaseTasks, Stages, Tasks, ordinals
 
 PROLOGUE, BODY, EPILOGUE = range(3)
@@ -138,12 +139,10 @@ def _groups(part: PhaseTasks, d: Dims) -> list[tuple[int, Index, NDArray[np.int6
     touches: list[list[Touch]] = [[] for _ in starts]
     for access in (a for a in touched_by if a.index in (Index.NONE, Index.LOGIT_OWNER)):
         around = hulls(boxes(access)[order], starts)
-        ranks = (
-            [_ranks(rank, d) for rank in access.rank[order[starts]]] if isinstance(access.rank, np.ndarray) else None
-        )
-        one = _ranks(access.rank, d) if ranks is None else ()
+        several = access.rank[order[starts]].tolist() if isinstance(access.rank, np.ndarray) else None
+        one = access.copies(d) if several is None else ()
         for g in np.flatnonzero(nonempty(around)).tolist():
-            at = one if ranks is None else ranks[g]
+            at = one if several is None else (several[g],)
             touches[g].append(Touch(access.buffer, at, access.kind is not Kind.READ, tuple(around[g].tolist())))
     blocks = part.block[order[starts]].tolist()
     found: list[tuple[int, Index, NDArray[np.int64], tuple[Touch, ...]]] = []
@@ -159,22 +158,15 @@ def _groups(part: PhaseTasks, d: Dims) -> list[tuple[int, Index, NDArray[np.int6
             parts = tuple(
                 Touch(
                     access.buffer,
-                    (owner,) if access.rank is None else _ranks(access.rank, d),
+                    (owner,) if access.rank is None else access.copies(d),
                     access.kind is not Kind.READ,
                     # The inputs of a step may select any row, so a virtual group touches all rows of its row block.
-                    (*block_rows(d, block), int(access.col[0]), int(access.col_end[0])),
+                    (*d.block_rows(block), int(access.col[0]), int(access.col_end[0])),
                 )
                 for access in picked
             )
             found.append((block, index, np.zeros(0, np.int64), parts))
     return found
-
-
-def _ranks(rank: int | Column | None, d: Dims) -> tuple[int, ...]:
-    """Return the ranks that `rank`, the field of an access to a buffer, stands for. EVERY means all ranks, OWN means
-    the rank of `d`, and a number means that rank."""
-    assert rank is not None
-    return tuple(range(d.split.tp)) if rank == EVERY else (d.split.rank if rank == OWN else int(rank),)
 
 
 def _candidates(groups: list[Group], nodes: list[TaskGroup]) -> Iterator[list[int]]:
@@ -206,8 +198,8 @@ def _overlapping(hulls: NDArray[np.int64]) -> NDArray[np.int64]:
     row, row_end, col, col_end, node, writes = hulls.T
     first = np.searchsorted(row, row - (row_end - row).max(), side="right")
     count = np.searchsorted(row, row_end) - first
-    i = np.repeat(np.arange(len(row)), count)
-    j = np.arange(len(i)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    i, nth = ragged(count)
+    j = first[i] + nth
     meet = (row[i] < row_end[j]) & (col[i] < col_end[j]) & (col[j] < col_end[i]) & ((writes[i] | writes[j]) != 0)
     return np.stack([node[i[meet]], node[j[meet]]])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megakernel.isa import MAX_PHASES, Dims, Forward, Units, link_bytes
 from megakernel.isa import record as rec
@@ -20,10 +19,8 @@ def describe(program: Program) -> dict[str, Any]:
     workers, ranks, layers, counters (over all layers), bytes (size of the program file)
     matmul                  dots (dot products on CUDA cores) or tensor (matrix units); None for a CPU
     lowering                where norms are computed, and how ranks share work: the result of `lowering`
-    link_bytes_per_layer    [from rank][to rank]: bytes that a layer's instructions store on other ranks
     link_bytes              bytes that the instructions of one launch store on other ranks"""
     dims, layers = program.dims, program.dims.model.layers
-    layer, ends = _link(program, 1), _link(program, 0) + _link(program, 2)
     counts = np.bincount(rec.phase_number(program.numbered(1)[0]), minlength=MAX_PHASES + 1).tolist()
     return {
         "instructions": program.instructions,
@@ -35,8 +32,7 @@ def describe(program: Program) -> dict[str, Any]:
         "bytes": len(program.to_bytes()),
         "matmul": None if dims.worker.units == Units.CORE else Units(dims.worker.units).name.lower(),
         "lowering": lowering(dims, program.forward),
-        "link_bytes_per_layer": layer.tolist(),
-        "link_bytes": int(layers * layer.sum() + ends.sum()),
+        "link_bytes": sum(_link(program, index, runs) for index, runs in enumerate((1, layers, 1))),
     }
 
 
@@ -52,9 +48,6 @@ def lowering(dims: Dims, forward: Forward) -> dict[str, str]:
     return (ranks if dims.split.tp > 1 else {}) | {"norm": "inside" if inside else "next" if ahead else "own"}
 
 
-def _link(program: Program, segment: int) -> NDArray[np.int64]:
-    """Return the bytes that one run of a prologue, layer or epilogue stores on other ranks: [from rank, to rank]."""
-    out = np.zeros((program.ranks, program.ranks), dtype=np.int64)
-    for phase, dims, _, columns in program.by_phase(segment):
-        out[dims.split.rank] += link_bytes(phase, columns, dims)
-    return out
+def _link(program: Program, segment: int, runs: int) -> int:
+    """Return the bytes that `runs` runs of a prologue, layer or epilogue store on other ranks."""
+    return runs * sum(int(link_bytes(phase, c, dims).sum()) for phase, dims, _, c in program.by_phase(segment))

@@ -1,4 +1,4 @@
-"""Functions on boxes (ranges of rows and columns), on row blocks (ranges of token rows) and on groups of KV heads."""
+"""Functions on boxes (ranges of rows and columns) and on groups of KV heads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,6 @@ def hulls(b: Boxes, starts: NDArray[np.int64]) -> Boxes:
     low = np.minimum.reduceat(filled[:, ::2], starts)
     high = np.maximum.reduceat(filled[:, 1::2], starts)
     return np.stack([low[:, 0], high[:, 0], low[:, 1], high[:, 1]], axis=1)
-
-
-def block_rows(dims: Dims, block: int) -> tuple[int, int]:
-    """Return the first row of a row block (a group of consecutive token rows), and the row after its last one."""
-    return block * dims.bucket.row_block, min((block + 1) * dims.bucket.row_block, dims.bucket.tokens)
 
 
 def head_groups(producer: Phase, columns: Columns, attention: Phase, dims: Dims, group_heads: int) -> NDArray[np.bool_]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from megakernel.isa import Index
 from megakernel.isa import record as rec
 from megakernel.scheduler.derive import BODY, EPILOGUE, PROLOGUE, Dependencies, Group
-from megakernel.scheduler.regions import block_rows, head_groups
+from megakernel.scheduler.regions import head_groups
 from megakernel.scheduler.tasks import PhaseTasks, Tasks
 
 Words = NDArray[np.int32]
@@ -258,7 +258,7 @@ def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
     """Return the arrivals that attention adds to the grid for its outputs: one for each row and KV head."""
     dims, out = graph.tasks.dims, Counting[Target]()
     for group in (graph.groups[g] for g in graph.items):
-        low, high = block_rows(dims, group.block)
+        low, high = dims.block_rows(group.block)
         to = _output_rank(graph, group.rank)
         heads = graph.tasks.dims.ranks[group.rank].split.rank_kv_heads
         out[Target(group.block, dims.owner(low) if to == rec.OWNER else to)] += (high - low) * heads

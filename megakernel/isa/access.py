@@ -77,6 +77,12 @@ class Access:
     rank: int | Column | None = OWN
     share: float = 1.0
 
+    def copies(self, dims: Dims) -> tuple[int, ...]:
+        """Return the ranks whose copies of the buffer are touched. `rank` must be a number, OWN or EVERY."""
+        assert isinstance(self.rank, int)
+        one = dims.split.rank if self.rank == OWN else self.rank
+        return tuple(range(dims.split.tp)) if self.rank == EVERY else (one,)
+
 
 def by_rank(rank: int | Column | None, size: Sizes, own: NDArray[np.int64] | int, ranks: int) -> Sizes:
     """Return the bytes that n accesses of `size` [n] bytes touch in each rank's copy of the buffer: [n, ranks]. `rank`

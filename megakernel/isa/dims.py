@@ -385,6 +385,11 @@ class Dims:
         """Return the first KV block that a token at `position` attends to in any layer; 0 if a layer has no window."""
         return np.maximum(position.astype(np.int64) + 1 - max(self.model.spans), 0) // self.bucket.kv_block
 
+    def block_rows(self, block: Int) -> tuple[Int, Int]:
+        """Return the first token row of a row block, and the row after its last one."""
+        first = block * self.bucket.row_block
+        return first, np.minimum(first + self.bucket.row_block, self.bucket.tokens)
+
     def owners(self, row: int) -> range:
         """Return the ranks that keep the residual of a token row."""
         owner = self.owner(row)

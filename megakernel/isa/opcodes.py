@@ -80,18 +80,10 @@ class Rows(IntEnum):
 
 
 class Result(IntEnum):
-    """What happens to the results of a matmul after its bias has been added. Some other operations have a Result too.
-    COMBINE (the sum over a token's experts) may have RESIDUAL or PARTIAL, REDUCE may have STORED, and NORM may have
-    RESIDUAL or HEADS.
-
-    NONE      no matmul, or a matmul of EXPERTS that stores its products as they are
-    HEADS     RoPE rotates q and k; q is stored in Q, k and v are stored in the KV cache
-    RESIDUAL  added to the residual stream
-    PARTIAL   stored at the rank that keeps the row's residual, as one term of a sum over ranks
-    GATED     silu(first matrix) * second matrix; GELU_GATED has GELU, approximated by tanh, in place of silu
-    LOGITS    stored at the rank that samples the row
-    STORED    stored in float32, because a norm follows
-    """
+    """What happens to the results of a matmul after its bias has been added: RESULTS in operations/matmul.py describes
+    it. NONE means no matmul, or a matmul of EXPERTS that stores its products as they are. Some other operations have a
+    Result too. COMBINE (the sum over a token's experts) may have RESIDUAL or PARTIAL, REDUCE may have STORED, and NORM
+    may have RESIDUAL or HEADS."""
 
     NONE = 0
     HEADS = 1

@@ -20,7 +20,7 @@ to fill all units with one KV head, a part has several heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,16 +192,6 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """Where each slot's share of the attention work ends. Arrays have an element for each slot except the last."""
-
-    tile: Ints
-    part: Ints  # index in the tile of the part (group of KV heads) where the share ends
-    grain: Ints  # index in the part of the first grain (row or run of KV blocks) of the next share
-    border: Ints  # the border of the part that is nearer to the end of the share: 0, or the part's number of grains
-
-
-@dataclass(frozen=True)
 class _Pieces:
     """The attention items into which the query tiles are divided. Each array has one element per item."""
 
@@ -212,15 +202,12 @@ class _Pieces:
     length: Ints  # in grains
     line: _Line
 
-    @property
-    def partly(self) -> NDArray[np.bool_]:
-        """Whether an item is less than one part (group of KV heads). Otherwise, it has whole parts of one tile."""
-        partly: NDArray[np.bool_] = self.length % self.line.grains[self.tile] != 0
-        return partly
 
-
-def _ends(dims: Dims, line: _Line) -> _Ends:
-    """Divide attention work equally among slots. A slot's work ends between KV-head groups if a border is near."""
+def _ends(dims: Dims, tiles: _Tiles, line: _Line) -> tuple[Ints, Ints, Ints]:
+    """Divide attention work equally among slots. Return where the share of each slot except the last ends: the tile,
+    the index in the tile of the part (group of KV heads), and the index in the part of the next share's first grain. A
+    share ends at a border of parts if one is near. If partial results of cut parts need too much room, some of the cuts
+    move to borders."""
     parts, cost = line.parts, line.divided.cost
     cost_end = np.cumsum(parts * cost)
     at = line.share * np.arange(1, dims.bucket.attention_slots)
@@ -231,27 +218,23 @@ def _ends(dims: Dims, line: _Line) -> _Ends:
     nearest = np.rint(rest)
     border = nearest.astype(np.int64) * line.grains[tile]
     near = np.abs(rest - nearest) * cost[tile] <= SLACK * line.share
-    return _Ends(tile, part, np.where(near, border, np.rint(rest * line.grains[tile]).astype(np.int64)), border)
-
-
-def _unsplit(dims: Dims, tiles: _Tiles, line: _Line, ends: _Ends) -> _Ends:
-    """If partial results of cut KV-head groups need too much room, move some of the cuts to the groups' borders."""
-    number = line.first_part[ends.tile] + ends.part
-    split = (ends.grain > 0) & (ends.grain < line.grains[ends.tile]) & line.divided.by_blocks[ends.tile]
+    grain = np.where(near, border, np.rint(rest * line.grains[tile]).astype(np.int64))
+    number = line.first_part[tile] + part
+    split = (grain > 0) & (grain < line.grains[tile]) & line.divided.by_blocks[tile]
     numbers = np.unique(number[split])
     partials = np.repeat(tiles.rows * tiles.blocks * line.divided.wide, line.parts)  # of each part
     too_many = numbers[np.cumsum(partials[numbers]) > dims.bucket.partials]
-    return replace(ends, grain=np.where(np.isin(number, too_many), ends.border, ends.grain))
+    return tile, part, np.where(np.isin(number, too_many), border, grain)
 
 
 def _pieces(dims: Dims, tiles: _Tiles) -> _Pieces:
     """Cut the work into items: at shares' ends, between tiles, and before and after each part with an end inside."""
     line = _Line(dims, tiles)
-    ends = _unsplit(dims, tiles, line, _ends(dims, line))
-    grains = line.grains[ends.tile]
-    part_begin = line.borders[ends.tile] + ends.part * grains
-    inside = (ends.grain > 0) & (ends.grain < grains)
-    cuts = part_begin + ends.grain
+    tile, part, grain = _ends(dims, tiles, line)
+    grains = line.grains[tile]
+    part_begin = line.borders[tile] + part * grains
+    inside = (grain > 0) & (grain < grains)
+    cuts = part_begin + grain
     begin = _distinct(line.borders, cuts, part_begin[inside], (part_begin + grains)[inside])
     begin, length = begin[:-1], np.diff(begin)  # the last border is the end of the line, where no item begins
     tile = np.searchsorted(line.borders, begin, side="right") - 1
@@ -261,8 +244,9 @@ def _pieces(dims: Dims, tiles: _Tiles) -> _Pieces:
 
 def _items(dims: Dims, tiles: _Tiles, pieces: _Pieces) -> dict[str, Ints]:
     """Return the items as a dict with a column for each item field of the step table."""
-    line, of, partly = pieces.line, pieces.tile, pieces.partly
+    line, of = pieces.line, pieces.tile
     divided, wide = line.divided, line.divided.wide[of]
+    partly = pieces.length % line.grains[of] != 0  # an item is less than one part; all others have whole parts
     by_rows, split = partly & ~divided.by_blocks[of], partly & divided.by_blocks[of]
     row = tiles.row[of] + np.where(by_rows, pieces.grain, 0)
     rows = np.where(by_rows, pieces.length, tiles.rows[of])

@@ -75,26 +75,22 @@ class TaskCosts:
         """Return costs with one kind of work left out. A GPU can run such a step too, for comparison. Without "waits",
         no instruction waits for another. Without "copies", loads take no time either. Without "compute", instructions
         neither wait nor compute."""
-        free = self
-        if what == "copies":
-            free = replace(
-                self,
-                latency_s=0.0,
-                memory_bytes_per_s=_UNLIMITED,
-                cache_bytes_per_s=_UNLIMITED,
-                worker_bytes_per_s=_UNLIMITED,
-            )
-        elif what == "compute":
-            fast = ((1.0, _UNLIMITED),)
-            free = replace(self, matmul_flops=fast, attention_flops=fast, vector_flops=_UNLIMITED, fixed=False)
-        cheap = {"copies": _LOADING, "compute": _COMPUTING}.get(what, ())
-        paths = self.paths and {**self.paths, **dict.fromkeys(cheap, Path(0.0, 0.0))}
-        return replace(free, synchronised=False, paths=paths)
+        changes, free = _WITHOUT[what]
+        paths = self.paths and {**self.paths, **dict.fromkeys(free, Path(0.0, 0.0))}
+        return replace(self, **changes, synchronised=False, paths=paths)
 
 
 _UNLIMITED = 1e30
+_RATES = ("memory_bytes_per_s", "cache_bytes_per_s", "worker_bytes_per_s")
 _LOADING = ("weight_page", "input_page", "tile_step", "pass_page")
 _COMPUTING = ("dot_pair", "dot_pairs", "dot_row", "dot_unit", "k_step", "sample_step")
+_FAST = dict.fromkeys(("matmul_flops", "attention_flops"), ((1.0, _UNLIMITED),))
+# For each kind of work that can be left out: the changes of TaskCosts, and the pieces of code that take no time.
+_WITHOUT: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "waits": ({}, ()),
+    "copies": ({"latency_s": 0.0, **dict.fromkeys(_RATES, _UNLIMITED)}, _LOADING),
+    "compute": ({**_FAST, "vector_flops": _UNLIMITED, "fixed": False}, _COMPUTING),
+}
 
 
 def _same(machine: Machine) -> dict[str, Any]:

@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 
 from megakernel.isa import (
     BUFFERS,
-    EVERY,
     MAX_PHASES,
-    OWN,
     Access,
     Buffer,
     Column,
@@ -68,7 +66,8 @@ def _touches(program: Program, events: list[Events], found: list[Use]) -> Iterat
                     col = np.full_like(col, use.dims.split.rank if mine else 0)
                     col_end = np.full_like(col, use.dims.split.rank + 1 if mine else program.ranks)
                 box = access.row, access.row_end, col, col_end
-                touched = [(rank, use.rows, *box) for rank in _copies(access, use.dims)]
+                copies = [access.rank] if isinstance(access.rank, np.ndarray) else access.copies(use.dims)
+                touched = [(rank, use.rows, *box) for rank in copies]
             for kind, (rank, *where) in itertools.product(_KINDS[access.kind], touched):
                 yield _touch(use.phase.number, access.buffer * program.ranks + rank, kind, *where)
     for buffer, rank in _declared(program.forward, program.dims)[1]:
@@ -80,20 +79,6 @@ def _touch(*rows: Ints | Column | int) -> Int32s:
     return np.array(np.broadcast_arrays(*rows), np.int32)
 
 
-def _copies(access: Access, dims: Dims) -> list[Column | int]:
-    if isinstance(access.rank, np.ndarray):
-        return [access.rank]
-    if access.rank == EVERY:
-        return list(range(dims.split.tp))
-    assert access.rank is not None
-    return [dims.split.rank if access.rank == OWN else access.rank]
-
-
-def _block_rows(dims: Dims, blocks: Ints) -> tuple[Ints, Ints]:
-    row = blocks * dims.bucket.row_block
-    return row, np.minimum(row + dims.bucket.row_block, dims.bucket.tokens)
-
-
 def _items(events: Events, dims: Dims, access: Access) -> Iterator[_Where]:
     """Yield the accesses of attention: one for each row block and group of KV heads. The attention of such a group
     counts as one event. It also reads K and V of other row blocks, after waiting for the counters of these blocks. Such
@@ -101,11 +86,11 @@ def _items(events: Events, dims: Dims, access: Access) -> Iterator[_Where]:
     every layer has its own K and V, so nothing overwrites them."""
     grid = events.items[dims.split.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
-    row, row_end = _block_rows(dims, blocks)
+    row, row_end = dims.block_rows(blocks)
     edges = np.minimum(np.arange(grid.event.shape[1] + 1) * grid.group_heads, dims.split.rank_kv_heads).tolist()
     columns = [item_columns(access.buffer, dims, first, end) for first, end in itertools.pairwise(edges)]
     col, col_end = np.array(columns)[groups].T
-    copies = [dims.owner(row)] if access.rank is None else _copies(access, dims)
+    copies = [dims.owner(row)] if access.rank is None else access.copies(dims)
     for rank in copies:
         yield rank, grid.event.ravel(), row, row_end, col, col_end
 
@@ -116,7 +101,7 @@ def _logit_rows(events: Events, use: Use, access: Access) -> Iterator[_Where]:
     Without an indexed wait, all rows are read after the instruction's ordinary waits."""
     d = use.dims
     blocks = row_blocks(d, d.split.rank)
-    row, row_end = _block_rows(d, blocks)
+    row, row_end = d.block_rows(blocks)
     box = (row, row_end, np.zeros_like(row), np.full_like(row, access.col_end[0]))
     plain = use.rows
     for reads in (r for r in events.reads if r.rank == d.split.rank and np.isin(r.records, use.rows).any()):

@@ -2,23 +2,8 @@
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
 reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. The events of a
-stream begin in order and end in order, but an event may begin before the previous one ends.
-
-The inputs of a step, the step table, decide which instruction does which part of attention. A proof for all steps
-cannot know this. Two kinds of virtual events represent such work:
-
-item    the attention of one row block and KV-head group, in one layer and on one rank. It begins when the counters
-        are complete for which attention instructions wait. When it ends, it signals the counter of its row block. This
-        signal proves only that this item has ended. If instructions divide the KV blocks of a row among themselves,
-        only the instruction that ends last signals, for all of them.
-read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
-        counter.
-
-A third kind describes how workers take instructions from a queue. It matters only for the proof that there is no
-deadlock:
-
-begin   a worker reaches a `drain`, the instruction that runs a queue's instructions. The event of the `drain` itself is
-        that the worker leaves it, after as many of the queue's records as its operand named `end` says."""
+stream begin in order and end in order, but an event may begin before the previous one ends. docs/proof.md explains the
+three kinds of virtual events: `item`, `read` and `begin`."""
 
 from __future__ import annotations
 
@@ -128,7 +113,7 @@ class Events:
             return
         every = part.rows(attention)
         blocks = np.arange(dims.bucket.row_blocks)
-        block_rows = np.minimum(dims.bucket.tokens - blocks * dims.bucket.row_block, dims.bucket.row_block)
+        row, row_end = dims.block_rows(blocks)
         for rank in range(dims.split.head_ranks):
             slots = every[part.rank[every] == rank]
             columns = attention.columns(part.records[slots[:1]])
@@ -136,7 +121,7 @@ class Events:
             event = self._new(dims.bucket.row_blocks, groups)
             self.items[rank] = CounterGrid(event, group_heads)
             heads = np.minimum(dims.ranks[rank].split.rank_kv_heads - np.arange(groups) * group_heads, group_heads)
-            items, arrivals = event.ravel(), (block_rows[:, None] * heads).ravel()
+            items, arrivals = event.ravel(), ((row_end - row)[:, None] * heads).ravel()
             grid = self._wait[part.waits.indexed & (part.waits.row == slots[0])] + np.arange(items.size)
             self.waits.append((grid, items))
             # The inputs of a step (the step table) may assign any item of attention to any attention instruction. So
@@ -151,7 +136,7 @@ class Events:
             target = signals.rank[word]
             targets = range(program.ranks) if target == bits.ALL_RANKS else [target]
             if target == bits.OWNER:
-                targets = [dims.owner(blocks * dims.bucket.row_block)]
+                targets = [dims.owner(row)]
             for to in targets:
                 counter = to * program.counters + signals.counter[word] + blocks
                 self._signal(items, np.repeat(counter, groups), signals.next[word], arrivals)

@@ -47,8 +47,7 @@ def test_flops_of_a_tensor_core_in_one_cycle(name: str, flops: int) -> None:
     """The peak rate implies the known FLOPs per tensor core and cycle. The test rounds to a power of two, because
     vendors do not state exactly for which clock they quote a peak."""
     found = hardware(name)
-    clock = found.chip.boost_clock_hz or found.chip.clock_for(found.rates.fp32)
-    assert 1 << round(log2(found.rates.bf16 / found.chip.subpartitions / clock)) == flops
+    assert 1 << round(log2(found.rates.bf16 / found.chip.subpartitions / found.clock_hz)) == flops
 
 
 def test_a_device_for_the_compiler() -> None:

@@ -254,8 +254,6 @@ WIDE = replace(EVEN, hidden=1024, ffn=4096, heads=32, kv_heads=8, head_dim=32)
 def test_a_steps_bound_counts_what_programs_of_even_shards_send(options: Options, tp: int) -> None:
     program = compiled(EVEN, small_machine(2, 8), 32, 8, tp, replace(options, norm="own"))
     figures = describe(program)
-    layers = program.dims.model.layers * np.sum(figures["link_bytes_per_layer"])
-    assert tp * step_work(program.forward, program.dims.split, [32], [32], 0).link_bytes == layers
     tokens = 8 * (8 - program.dims.own_logit_rows)  # bytes of sampled ids and logprobs, not part of the bound
     work = step_work(program.forward, program.dims.split, [32], [32], 8)
     assert tp * work.link_bytes == figures["link_bytes"] - tokens

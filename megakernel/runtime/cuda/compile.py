@@ -108,13 +108,8 @@ def cubin(build: Build) -> bytes:
     path = cache_folder() / "cubin" / f"{key(compiler(), build)}.cubin"
     with suppress(OSError):
         return regular(path).read_bytes()
-    terminal = sys.stderr.isatty()
-    if terminal:
-        few = " for few rows" if build.units is Units.DOTS else ""
-        models = " with experts" if build.experts else " with wide heads" if build.wide else ""
-        parts = f"{models}{' with tracing' if build.trace else ''}"
-        what = f"the CUDA interpreter{few}{parts}"
-        print(f"compiling {what} with {compiler()}, once ...", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(f"compiling a variant of the CUDA interpreter with {compiler()}, once ...", file=sys.stderr, flush=True)
     code = compiled(build).code
     with suppress(OSError, MegakernelError):  # without a cache, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
