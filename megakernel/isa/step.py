@@ -132,10 +132,6 @@ class StepTable:
         """Return the table as rank `rank` sees it. Both objects share their words."""
         return self if rank == self.dims.split.rank else StepTable(self.dims.ranks[rank], self.words)
 
-    def copy(self) -> StepTable:
-        """Return a table with a copy of the words."""
-        return StepTable(self.dims, self.words.copy())
-
     @functools.cached_property
     def address(self) -> int:
         """The address of the words in memory."""

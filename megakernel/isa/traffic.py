@@ -30,10 +30,6 @@ class Loads:
     read: Floats
     regions: Floats
 
-    @property
-    def all(self) -> Floats:
-        return self.weights + self.read
-
 
 def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
     """Return the bytes that instructions with operands `columns` load on rank `dims.rank`. For attention, the result is
@@ -59,22 +55,12 @@ def _region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
-    """Return how many bytes a rank's instructions store on each other rank, as an array [tp]. The instructions are
-    those of `phase` on rank `dims.rank`, with the operands `columns`. The rank's own entry is 0.
-
-    For attention, `columns` must contain all instructions of the rank in a layer. The step table divides the work among
-    them, so only their total is known. All rows of the final norm count as sent by rank 0. In fact the step table
-    chooses the sender, but the total of all ranks is the same.
-    """
-    total: Bytes = link_bytes_each(phase, columns, dims).sum(axis=0)
-    return total
-
-
-def link_bytes_each(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
     """Return the bytes that each of n instructions of rank `dims.rank` stores on each rank, as an array [n, tp]. The
     entries for rank `dims.rank` itself are 0.
 
-    Each attention instruction of a layer counts as an equal fraction of the total: the step table divides the work.
+    For attention, `columns` must contain all instructions of the rank in a layer. The step table divides the work among
+    them, so only their total is known, of which each counts as an equal fraction. All rows of the final norm count as
+    sent by rank 0. In fact the step table chooses the sender, but the total of all ranks is the same.
     """
     count = len(next(iter(columns.values()), ()))
     out = np.zeros((count, dims.split.tp), dtype=np.int64)

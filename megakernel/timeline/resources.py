@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..isa import cost
-from ..isa.traffic import link_bytes_each
+from ..isa.traffic import link_bytes
 from ..machine import Machine
 from ..targets.hopper import loads
-from ..targets.issue import issued, own_paths
 from ..trace import IntervalKind
 from .resolve import Resolved
 from .spans import Floats, Ints, Mask
@@ -116,23 +115,13 @@ def _declared(resolved: Resolved) -> tuple[Floats, Floats]:
     for phase, dims, rows, columns in resolved.program.by_phase():
         if not phase.control:
             done = cost(phase, columns, dims)
-            loaded = loads(phase, columns, dims).all
-            work[rows] = np.stack([done.matrix_flops, done.vector_flops, done.memory_bytes, loaded], axis=1)
+            loaded = loads(phase, columns, dims)
+            every = done.matrix_flops, done.vector_flops, done.memory_bytes, loaded.weights + loaded.read
+            work[rows] = np.stack(every, axis=1)
             # In tests, each rank of a program may run a model of its own, and send nothing to the others.
             if dims.split.tp == ranks:
-                link[rows] = link_bytes_each(phase, columns, dims)
+                link[rows] = link_bytes(phase, columns, dims)
     return work, link
-
-
-def issue_seconds(resolved: Resolved) -> Floats:
-    """Return how many seconds warps need to issue the machine instructions of each record (a program's instruction):
-    [records, 3], for the weight loader, the input loader and the consumers."""
-    found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
-    for phase, dims, rows, columns in resolved.program.by_phase():
-        roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
-        if roles is not None:
-            found[rows] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)
-    return found
 
 
 def _or_else(resolved: Resolved, wanted: Mask, other: Mask) -> Mask:

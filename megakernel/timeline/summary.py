@@ -38,7 +38,6 @@ class PhaseTime:
     family: str
     count: int
     total_s: float
-    mean_s: float
     share: float
     median_s: float
     outliers: int
@@ -156,7 +155,6 @@ def _instructions(resolved: Resolved, far: Outliers) -> list[PhaseTime]:
             family=phase.family.name.lower(),
             count=int(counts[n]),
             total_s=float(ticks[n]) * tick,
-            mean_s=float(ticks[n]) / int(counts[n]) * tick,
             share=float(ticks[n]) / total,
             median_s=float(far.median[n]) * tick,
             outliers=int(many[n]),

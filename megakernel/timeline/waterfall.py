@@ -8,9 +8,10 @@ from enum import StrEnum
 import numpy as np
 
 from ..isa import MAX_PHASES
+from ..targets.issue import issued, own_paths
 from ..trace import IntervalKind
 from .resolve import Resolved
-from .resources import ROOFLINE, Resource, issue_seconds
+from .resources import ROOFLINE, Resource
 from .spans import Floats, Ints, Mask
 from .states import LanePlace, Pieces, State, longest, ranked
 
@@ -133,7 +134,12 @@ def waterfall(
 def _issue(resolved: Resolved, rows: Ints) -> tuple[Floats, float]:
     """Return how many seconds the busiest kind of warp needs to issue machine instructions: for each interval (`rows`
     are their indices), and per launch on the busiest rank, as the mean over that rank's workers."""
-    seconds = issue_seconds(resolved)[resolved.record[rows]]
+    found, paths = np.zeros((len(resolved.records), 3)), resolved.machine.paths
+    for phase, dims, records, columns in resolved.program.by_phase():
+        roles = issued(phase, columns, dims, own_paths(dims, paths)) if paths else None
+        if roles is not None:
+            found[records] = np.stack([roles.weight_loader, roles.input_loader, roles.consumers], axis=1)
+    seconds = found[resolved.record[rows]]
     once = np.unique(resolved.instance[rows], return_index=True)[1]  # an instruction may have several intervals
     rank = resolved.rows["rank"][rows[once]]
     of_ranks = [np.bincount(rank, role[once], minlength=1) for role in seconds.T]

@@ -79,7 +79,7 @@ class FakeBackend:
     def start(self, program: Program, table: StepTable, *, trace: bool = False) -> "FakeLaunch":
         assert len(self.under_way) <= self.queues
         check_step(table)
-        self.tables.append(table.copy())  # a copy, because the engine reuses the table
+        self.tables.append(StepTable(table.dims, table.words.copy()))  # a copy, because the engine reuses the table
         launch = FakeLaunch(self, self.tables[-1] if self.queues else table)
         self.under_way.append(launch)
         if self.early() and not self.interrupt:

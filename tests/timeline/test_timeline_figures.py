@@ -20,7 +20,7 @@ from megakernel import machine as machines
 from megakernel.isa import Operation, cost
 from megakernel.isa.record import counter_word as word
 from megakernel.isa.record import phase_number
-from megakernel.isa.traffic import link_bytes_each
+from megakernel.isa.traffic import link_bytes
 from megakernel.model import ModelConfig
 from megakernel.program import Program
 from megakernel.scheduler.simulate import simulate
@@ -59,9 +59,9 @@ def test_figures_of_a_trace_made_by_hand() -> None:
     near = pytest.approx
     assert [(w.busy, w.wait, w.idle) for w in s.per_worker] == [near((0.8, 0, 0.2)), near((0.5, 0.5, 0))]
     assert (s.busy, s.imbalance, s.computing) == near((0.65, 0.8 / 0.65 - 1, (65 + 50) / 200))
-    found = {i.name: (i.count, i.total_s, i.mean_s, i.median_s, i.share) for i in s.instructions}
+    found = {i.name: (i.count, i.total_s, i.median_s, i.share) for i in s.instructions}
     seconds = {"attn_norm": 60, "mlp_norm": 5, "qkv_rope": 8, "o_proj": 42}
-    assert found == {name: (1, n, n, n, near(n / 115)) for name, n in seconds.items()}
+    assert found == {name: (1, n, n, near(n / 115)) for name, n in seconds.items()}
     # Counter waits come before page waits, and then those of consumers before others. While a worker computes, no wait
     # counts. From 5 to 10 s, the input loader waits for o_proj, and otherwise a loader or the consumers for qkv_rope.
     waits = {("qkv_rope", 40, 0.8), ("qkv_rope", 5, 0.1), ("o_proj", 5, 0.1)}
@@ -275,7 +275,7 @@ def declared(case: Case) -> Iterator[tuple[int, Counter[str]]]:
             if phase.operation is Operation.ATTENTION and attention is not None:
                 told = attention[:, rank, columns["slot"]].mean(axis=0)
                 amounts |= {"matrix": told[:, 0], "memory": told[:, 1], "cache": told[:, 1]}
-            sent = link_bytes_each(phase, columns, dims).sum(axis=0) if dims.split.tp > 1 and not phase.control else []
+            sent = link_bytes(phase, columns, dims).sum(axis=0) if dims.split.tp > 1 and not phase.control else []
             for peer, bytes_ in enumerate(sent):
                 yield peer, Counter({"link in": times * bytes_})
             if machine and machine.paths and (roles := issued(phase, columns, dims, machine.paths)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 
 from .availability import driver, require
 from .driver import Gpu
@@ -21,10 +22,8 @@ class GpuNode:
         ordinals = [d.ordinal for d in usable[:ranks]] if ranks <= len(usable) else [usable[0].ordinal]
         self.gpus = [Gpu(ordinal) for ordinal in ordinals]
         self._ranks = ranks
-        for a in self.gpus:
-            for b in self.gpus:
-                if a is not b:
-                    a.reach(b)
+        for a, b in permutations(self.gpus, 2):
+            a.reach(b)
 
     def gpu(self, rank: int) -> Gpu:
         return self.gpus[rank * len(self.gpus) // self._ranks]
