@@ -214,15 +214,22 @@ def _attention_grids(graph: _Graph) -> Links:
     signals, picks = [], dict[tuple[int, int], int]()
     # rank -> (the first counter of the grid for the items' inputs on this rank, the number of KV-head groups)
     ready: dict[int, tuple[int, int]] = {}
+    arrivals, waits = Counting[Target](), defaultdict[int, set[int]](set)
     for g in graph.items:
-        group, attention = graph.groups[g], graph.phase_tasks(g)
+        group, attention, to = graph.groups[g], graph.phase_tasks(g), _output_rank(graph, graph.groups[g].rank)
+        # An item adds an arrival for each row and KV head to its row block's counter. Its successors wait for that one.
+        low, high = dims.block_rows(group.block)
+        block = Target(group.block, dims.owner(low) if to == rec.OWNER else to)
+        arrivals[block] += (high - low) * dims.ranks[group.rank].split.rank_kv_heads
+        for consumer in {c for successors in graph.from_items.get(g, ()) for c in successors.groups}:
+            waits[consumer].add(group.block)
         if group.rank in ready:
             continue
         heads = int(attention.columns["groups"][0])
         ready[group.rank] = len(homes), heads
         picks[group.segment, group.tasks] = len(homes)
         homes += [group.rank] * (dims.bucket.row_blocks * heads)
-        done = Target(0, _output_rank(graph, group.rank)).signal(indexed=True)
+        done = Target(0, to).signal(indexed=True)
         signals.append(Signals(group.segment, group.tasks, np.arange(len(attention)), [done]))
     touched_by: dict[int, NDArray[np.bool_]] = {}
     for producer, consumer in graph.to_items:
@@ -236,7 +243,7 @@ def _attention_grids(graph: _Graph) -> Links:
         for head in range(heads):
             word = Target(first + item.block * heads + head, item.rank).signal()
             signals.append(Signals(group.segment, group.tasks, group.members[touched[:, head]], [word]))
-    return Links(homes, signals, _attention_waits(graph), picks, _attention_arrivals(graph))
+    return Links(homes, signals, waits, picks, arrivals)
 
 
 def _feeds(graph: _Graph, producer: int, item: int) -> NDArray[np.bool_]:
@@ -252,26 +259,6 @@ def _output_rank(graph: _Graph, rank: int) -> int:
     if not split.replicated_o:
         return rank
     return rec.ALL_RANKS if split.replicated_residual else rec.OWNER
-
-
-def _attention_arrivals(graph: _Graph) -> dict[Target, int]:
-    """Return the arrivals that attention adds to the grid for its outputs: one for each row and KV head."""
-    dims, out = graph.tasks.dims, Counting[Target]()
-    for group in (graph.groups[g] for g in graph.items):
-        low, high = dims.block_rows(group.block)
-        to = _output_rank(graph, group.rank)
-        heads = graph.tasks.dims.ranks[group.rank].split.rank_kv_heads
-        out[Target(group.block, dims.owner(low) if to == rec.OWNER else to)] += (high - low) * heads
-    return out
-
-
-def _attention_waits(graph: _Graph) -> dict[int, set[int]]:
-    """For each group of tasks that reads attention's outputs, return the row blocks whose counters the group awaits."""
-    out: dict[int, set[int]] = defaultdict(set)
-    for g, targets in graph.from_items.items():
-        for consumer in {c for to in targets for c in to.groups}:
-            out[consumer].add(graph.groups[g].block)
-    return out
 
 
 def _final_row_grid(graph: _Graph, first: int) -> tuple[Links, dict[tuple[str, Successors], Target]]:

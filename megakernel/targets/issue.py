@@ -39,21 +39,18 @@ class Roles:
 
 def matmul_issue(phase: Phase, rows: Column, cols: Column, dims: Dims, paths: dict[str, Path]) -> Roles:
     """Return how long each kind of warp takes to issue matmul instructions, for tiles of `rows` x `cols` outputs."""
-    pages, one = matmul_pages(phase, rows, cols, dims), {name: path.warm for name, path in paths.items()}
+    one = {name: path.warm for name, path in paths.items()}
     columns = phase.matrices(dims.split) * cols.astype(np.int64)
-    consumers: NDArray[np.floating]
-    if dims.worker.units == Units.DOTS:
-        weight_page, input_page = one["weight_page"], one["input_page"]
-        units = ceil_div(columns, 2 * PIECES)
-        pair = np.where(rows > 1, one["dot_pairs"] + (rows - 2) * one["dot_row"], one["dot_pair"])
-        consumers = units * (ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + one["dot_unit"])
-    else:
+    if dims.worker.units != Units.DOTS:
         steps = np.asarray(ceil_div(columns, CHUNK) * ceil_div(phase.inner(dims.split), K_STEP), np.float64)
         return Roles(steps * one["tile_step"], steps * one["tile_step"], steps * one["k_step"])
+    pages = matmul_pages(phase, rows, cols, dims)
+    pair = np.where(rows > 1, one["dot_pairs"] + (rows - 2) * one["dot_row"], one["dot_pair"])
+    unit = ceil_div(phase.inner(dims.split), DOT_PIECE) * pair + one["dot_unit"]
     return Roles(
-        pages.weights * weight_page + pages.inputs * one["pass_page"],
-        pages.inputs * input_page + pages.weights * one["pass_page"],
-        np.asarray(consumers, np.float64),
+        pages.weights * one["weight_page"] + pages.inputs * one["pass_page"],
+        pages.inputs * one["input_page"] + pages.weights * one["pass_page"],
+        np.asarray(ceil_div(columns, 2 * PIECES) * unit, np.float64),
     )
 
 

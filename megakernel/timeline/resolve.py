@@ -173,7 +173,7 @@ class Resolved:
         wait = np.flatnonzero(self.kind(IntervalKind.COUNTER_WAIT) & (waits.first[word] >= 0))
         word = word[0][wait], word[1][wait]
         size = waits.members[word]
-        base = self._counter(wait, self.rows["rank"][wait], waits.ahead[word], waits.first[word])
+        base = self._counter(wait, self.rows["rank"][wait], 0, waits.first[word])
         low = np.searchsorted(key, base, side="left")
         high = np.searchsorted(key, base + size - 1, side="right")
         certain = (size == 1) & (doubts[high] == doubts[low])
@@ -198,7 +198,7 @@ class Resolved:
         order = np.lexsort((self.end[interval], key))
         return key[order], interval[order], signals.maybe[at][order]
 
-    def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints, counter: Ints) -> Ints:
+    def _counter(self, i: Ints, rank: NDArray[np.integer], ahead: Ints | int, counter: Ints) -> Ints:
         """Return the counter that each interval in `i` waits for or signals, numbered over all launches."""
         block = (
             (self.launch[i] * self.program.ranks + rank.astype(np.int64)) * (self.program.dims.model.layers + 1)

@@ -21,12 +21,11 @@ _GROUPS = rec.OPERAND_WORD + Operation.ATTENTION.layout.operands.index("groups")
 @dataclass(frozen=True)
 class Waits:
     """What each record (instruction) waits for. The arrays have the shape [records, WAITS], because a record has WAITS
-    words, each naming one counter or a range of counters. `first` is the first counter (-1 for an unused word), and
-    `members` the number of counters. `ahead` is 1 if the counters belong to the next layer's block, else 0."""
+    words, each naming one counter or a range of counters of its layer's block. `first` is the first counter (-1 for an
+    unused word), and `members` the number of counters."""
 
     first: Ints
     members: Ints
-    ahead: Ints
 
     @staticmethod
     def of(program: Program, records: Records) -> Waits:
@@ -34,7 +33,7 @@ class Waits:
         attention = np.isin(rec.phase_number(records), program.forward.numbers(Operation.ATTENTION))
         groups = np.where(attention, records[:, _GROUPS], 1)
         members = np.where(words & rec.INDEXED, program.dims.bucket.row_blocks * groups[:, None], 1).astype(np.int64)
-        return Waits(rec.word_counter(words).astype(np.int64), members, (words & rec.NEXT != 0).astype(np.int64))
+        return Waits(rec.word_counter(words).astype(np.int64), members)
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,7 @@ def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskC
             f"the program needs {program.workers} workers per rank, but {machine.name} has {machine.workers}:"
             " compile it for this machine"
         )
-    if not 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT:
-        raise MegakernelError(
-            f"TaskCosts must have 1 <= claim_in_flight ({costs.claim_in_flight}) <= in_flight ({costs.in_flight})"
-            f" <= {_MOST_IN_FLIGHT}"
-        )
+    assert 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT
     return make_work(program, table, costs)
 
 

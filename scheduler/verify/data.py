@@ -1,13 +1,5 @@
 """Fourth stage of the verifier: does each access to a buffer come after the accesses that it must follow?
-
-The required order follows from the program's phases (operations) alone. The meaning of a step is defined by running the
-phases one after another: the prologue, then the body once per layer, then the epilogue. Here, a phase means all of its
-instructions in one run, on all ranks. Copies of a buffer on two ranks are two places.
-
-For each region of a buffer, the following must hold. No phase writes an element twice. A value that a phase reads was
-written by the last earlier phase that writes the buffer. A read comes after that write. A write comes after the
-previous write and after all reads of the previous value. "After" means that the later access begins when the earlier
-access has ended."""
+docs/proof.md defines the required order. Copies of a buffer on two ranks are two places."""
 
 from __future__ import annotations
 

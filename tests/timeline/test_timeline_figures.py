@@ -271,7 +271,8 @@ def declared(case: Case) -> Iterator[tuple[int, Counter[str]]]:
         for phase, dims, _, columns in program.by_phase(segment):
             rank, work = dims.split.rank, cost(phase, columns, dims)
             amounts = {"matrix": work.matrix_flops, "vector": work.vector_flops, "memory": work.memory_bytes}
-            amounts["cache"] = loads(phase, columns, dims).all if not phase.control else np.zeros(1)
+            loaded = None if phase.control else loads(phase, columns, dims)
+            amounts["cache"] = np.zeros(1) if loaded is None else loaded.weights + loaded.read
             if phase.operation is Operation.ATTENTION and attention is not None:
                 told = attention[:, rank, columns["slot"]].mean(axis=0)
                 amounts |= {"matrix": told[:, 0], "memory": told[:, 1], "cache": told[:, 1]}

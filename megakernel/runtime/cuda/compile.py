@@ -166,6 +166,4 @@ if __name__ == "__main__":
     _builds = [Build(trace, units, Ablation.NONE, *m) for trace in (False, True) for units in _units for m in _models]
     _builds += [Build(False, units, ablation) for units in _units for ablation in (Ablation.COPIES, Ablation.COMPUTE)]
     with ThreadPoolExecutor(os.cpu_count()) as _pool:
-        _made = [_pool.submit(cubin, build) for build in _builds]
-    for _one in _made:
-        _one.result()
+        list(_pool.map(cubin, _builds))
