@@ -50,10 +50,6 @@ class Chip(_Section, frozen=True):
     def fp32_lanes(self) -> int:
         return self.subpartitions * self.fp32_lanes_per_subpartition
 
-    def clock_for(self, fma_flops_per_s: float) -> float:
-        """Return the clock in Hz at which all lanes together do `fma_flops_per_s` FLOP/s of multiply-adds."""
-        return fma_flops_per_s / (2 * self.fp32_lanes)
-
 
 # The bytes of one operand of a multiply-add, by the operand's type.
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "fp32": 4.0}
@@ -197,8 +193,8 @@ class Hardware(_Section, frozen=True):
 
     @property
     def clock_hz(self) -> float:
-        """The boost clock in Hz. If it is unknown, it is derived from the float32 FLOP/s."""
-        return self.chip.boost_clock_hz or self.chip.clock_for(self.rates.fp32)
+        """The boost clock in Hz. If it is unknown, it is derived from the float32 FLOP/s, 2 per lane."""
+        return self.chip.boost_clock_hz or self.rates.fp32 / (2 * self.chip.fp32_lanes)
 
     @property
     def l2_bytes_per_s(self) -> float:

@@ -76,8 +76,7 @@ def moves(dims: Dims, position: Ints) -> bool:
 
 def _seen(dims: Dims, first: Ints, last: Ints) -> tuple[Ints, Ints]:
     """Return the KV blocks [begin, end) to which tokens at positions `first` to `last` attend in any layer."""
-    begin = dims.first_block(first)
-    return begin, last // dims.bucket.kv_block + 1
+    return dims.first_block(first), last // dims.bucket.kv_block + 1
 
 
 def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:

@@ -20,7 +20,7 @@ import numpy as np
 from megakernel.errors import MegakernelError
 from megakernel.serving.bench.client import CPU, RefusedError, ServerClient
 from megakernel.serving.bench.report import Outcome, cpu_time, report
-from megakernel.serving.bench.workload import Workload
+from megakernel.serving.bench.workload import LoadJob, Workload
 from megakernel.serving.engine.scheduler import Counts
 
 _WARM_UP_TOKENS = 4  # output tokens of each warm-up request
@@ -116,20 +116,19 @@ async def drive(server: ServerClient, workload: Workload, load: Load, on_done: O
     with suppress(ValueError, OSError):  # each connection takes a file, and the usual limit is 1,024
         _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    gaps = np.random.default_rng(load.seed).exponential(1 / load.rate, len(jobs)) if load.rate < math.inf else None
-    moments = None if gaps is None else np.cumsum(gaps)
-    outcomes: list[Outcome | None] = [None] * len(jobs)
+    moments = np.cumsum(np.random.default_rng(load.seed).exponential(1 / load.rate, len(jobs)))
     finished = 0
 
-    async def one(index: int) -> None:
+    async def one(job: LoadJob) -> Outcome:
         nonlocal finished
         try:
-            outcomes[index] = await server.complete(jobs[index], stream=load.stream)
+            outcome = await server.complete(job, stream=load.stream)
         finally:
             slots.release()
         finished += 1
         if on_done:
             on_done(finished, len(jobs))
+        return outcome
 
     async def watch() -> None:
         seen, since = -1, perf_counter()
@@ -141,23 +140,22 @@ async def drive(server: ServerClient, workload: Workload, load: Load, on_done: O
                 done = f"{finished} of {len(jobs)} requests are done"
                 raise MegakernelError(f"{server.url} has sent nothing for {_STALL_S:.0f} s; {done}")
 
-    async def send() -> None:
-        start = perf_counter()
+    async def send() -> list[Outcome]:
+        start, tasks = perf_counter(), []
         async with asyncio.TaskGroup() as sent:
-            for index in range(len(jobs)):
-                if moments is not None:
-                    await asyncio.sleep(start + moments[index] - perf_counter())
+            for job, moment in zip(jobs, moments, strict=True):
+                await asyncio.sleep(start + moment - perf_counter())
                 await slots.acquire()
-                sent.create_task(one(index))
+                tasks.append(sent.create_task(one(job)))
+        return [task.result() for task in tasks]
 
     watching, sending = asyncio.ensure_future(watch()), asyncio.ensure_future(send())
     try:
         await asyncio.wait([watching, sending], return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
             watching.result()
-        await sending
+        return await sending
     finally:
         for task in (watching, sending):
             task.cancel()
         await asyncio.gather(watching, sending, return_exceptions=True)
-    return [outcome for outcome in outcomes if outcome is not None]

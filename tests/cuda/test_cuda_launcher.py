@@ -343,7 +343,7 @@ def test_refuses_what_it_cannot_run() -> None:
     ):
         wrong[complaint] = edit(program, "body", 0, word, value)
     for weights, changes, complaint in (
-        (Buffer.W_QKV, {"inputs": Buffer.X, "norm": Buffer.MLP_NORM}, "qkv_rope normalises 4 rows of 64 elements"),
+        (Buffer.W_QKV, {"inputs": Buffer.X, "norm": Buffer.MLP_NORM}, "it has more rows than a matmul can normalise"),
         (Buffer.W_O, {"weight_bits": 4.5}, "o_proj has weights of 4.5 bits"),
         (Buffer.ATTN_NORM, {"weights": None}, "attn_norm rounds rows without a norm"),
     ):

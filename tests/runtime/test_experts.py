@@ -258,7 +258,7 @@ def test_what_gpus_do_not_compute_is_refused() -> None:
         dims = ON_GPUS.changed(hidden=hidden)
         config = RandomCheckpoint(dims, biased=False).config
         phase = passes.apply(families.forward(config), dims.split).by_name["experts_gate_up"]
-        assert bool(phase_refusal(phase, record(phase, 0, 1, 0, 8, 0)[None], dims)) is wrong
+        assert bool(phase_refusal(phase, dims)) is wrong
 
 
 @pytest.mark.parametrize("config", [SMALL, TINY], ids=["9 experts", "no experts"])

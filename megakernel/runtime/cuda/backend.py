@@ -17,7 +17,7 @@ from ...errors import MegakernelError
 from ...isa import BUFFERS, Buffer, Dims, Forward, StepTable, record
 from ...model.checkpoint import Checkpoint
 from ...program import SEGMENTS, Program, Segment
-from ...targets.launch import BODY, EPILOGUE, PROLOGUE, Ablation
+from ...targets.launch import BODY, Ablation
 from ..backend import Backend, Output
 from ..buffers import check_history, check_program, check_table
 from . import compile
@@ -111,11 +111,10 @@ class CudaBackend(Backend):
     def execute(self, program: Program, index: int, work: Segment, layer: int, table: StepTable) -> None:
         """Run `work`, instructions of one phase in segment number `index`, without their waits and signals.
         `layer` is used only if the segment is the body."""
-        parts = [_nothing(program.ranks * program.workers)] * len(SEGMENTS)
-        parts[index] = work
-        one = replace(program, prologue=parts[PROLOGUE], body=parts[BODY], epilogue=parts[EPILOGUE])
+        parts: dict[str, Any] = dict.fromkeys(SEGMENTS, _nothing(program.ranks * program.workers))
+        parts |= {SEGMENTS[index]: work, "queues": _nothing(program.ranks * program.rank_queues)}
         self._fit(program.dims)
-        loaded = Loaded(self._heap, replace(one, queues=_nothing(program.ranks * program.rank_queues)))
+        loaded = Loaded(self._heap, replace(program, **parts))
         try:
             loaded.synchronise(False)
             for grid in loaded.grids:

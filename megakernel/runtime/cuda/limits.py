@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from ...isa import KV_BLOCK, Dims, Dtype, ModelSizes, Operation, Phase, Units
-from ...isa.record import Records
 from ...targets.launch import PAGES
-from ...targets.pages import CHUNK, HEAD_PART, PIECES, ROW_PAGES, dot_rows, norm_fits
+from ...targets.pages import CHUNK, HEAD_PART, PIECES, ROW_PAGES, dot_rows
 
 _TURN = 32  # a warp processes this many columns of its accumulators at a time (csrc/cuda/gemm.h)
 
@@ -49,8 +48,8 @@ def refusal(dims: Dims) -> str | None:
     return None
 
 
-def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
-    """The reason why records of a phase cannot run on a GPU, in a few words, or None if they can."""
+def phase_refusal(phase: Phase, dims: Dims) -> str | None:
+    """The reason why a phase cannot run on a GPU, in a few words, or None if it can."""
     if phase.weight_bits is not None:
         return f"has weights of {phase.weight_bits:g} bits, which the interpreter does not read"
     if phase.operation is Operation.ATTENTION and phase.weights is not None and not dims.model.experts:
@@ -59,10 +58,6 @@ def phase_refusal(phase: Phase, records: Records, dims: Dims) -> str | None:
         return "rounds rows without a norm, which the interpreter does only in models with norms over all heads"
     if phase.operation is Operation.EXPERTS and not dot_rows(phase.inner(dims.split)):
         return f"has rows of {phase.inner(dims.split)} elements, which shared memory cannot hold"
-    if phase.norm is not None:
-        rows, inner = int(phase.columns(records)["rows"].max()), phase.inner(dims.split)
-        if not norm_fits(rows, inner, dims):
-            return f"normalises {rows} rows of {inner} elements itself, which its units and shared memory do not allow"
     if phase.head_norm is not None:
         dots, unit = dims.worker.units == Units.DOTS, 2 * PIECES
         if dims.model.head_dim % unit if dots else dims.model.head_dim % _TURN or CHUNK % dims.model.head_dim:

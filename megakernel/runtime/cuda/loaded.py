@@ -284,10 +284,8 @@ def segments(program: Program) -> list[Segment]:
 
 
 def _check_limits(program: Program) -> None:
-    """Raise MegakernelError if an instruction exceeds a GPU's limits."""
-    for segment in segments(program):
-        numbers = record.phase_number(segment.records)
-        for phase in program.forward:
-            own = segment.records[numbers == phase.number]
-            if len(own) and (why := phase_refusal(phase, own, program.dims)) is not None:
-                raise MegakernelError(f"the cuda backend cannot run the program: its phase {phase.name} {why}")
+    """Raise MegakernelError if a phase of the program's instructions exceeds a GPU's limits."""
+    for number in np.unique(record.phase_number(program.every[0])).tolist():
+        phase = program.forward.by_number[number]
+        if (why := phase_refusal(phase, program.dims)) is not None:
+            raise MegakernelError(f"the cuda backend cannot run the program: its phase {phase.name} {why}")

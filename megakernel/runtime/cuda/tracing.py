@@ -62,8 +62,9 @@ class Tracing:
                 address = p.trace + block * p.trace_capacity * DTYPE.itemsize
                 raw = grid.gpu.download(address, int(stored[block]) * DTYPE.itemsize).view(DTYPE)
                 parts.append(to_nanoseconds(raw, clocks[block]))
-            rates.append(cycles_per_ns(clocks))
-            steps.append(timer_step(clocks))
+            spent = (clocks[:, 2:] - clocks[:, :2]).astype(np.float64)  # [blocks, (cycles, ns)]
+            rates.append(float(np.median(spent[:, 0] / np.maximum(spent[:, 1], 1.0))))
+            steps.append(int(np.gcd.reduce(clocks[:, 1::2] - clocks[:, 1::2].min(), axis=None)))
         intervals: Intervals = np.concatenate(parts) if parts else np.zeros(0, DTYPE)
         if len(intervals):
             origin = intervals["begin"].min()
@@ -90,18 +91,6 @@ def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Interval
         since = (intervals[name] - stamps[0]).astype(np.int64)
         out[name] = stamps[1] + np.rint(since * (ns / max(cycles, 1.0))).astype(np.int64).astype(np.uint64)
     return out
-
-
-def cycles_per_ns(clocks: NDArray[np.uint64]) -> float:
-    """Return the clock rate of the SMs in cycles per ns, from an array [blocks, CLOCK_STAMPS] of clock values."""
-    spent = (clocks[:, 2:] - clocks[:, :2]).astype(np.float64)
-    return float(np.median(spent[:, 0] / np.maximum(spent[:, 1], 1.0)))
-
-
-def timer_step(clocks: NDArray[np.uint64]) -> int:
-    """The step in ns by which the global timer advances, from an array [blocks, CLOCK_STAMPS] of clock values."""
-    stamps = clocks[:, 1::2].reshape(-1)
-    return int(np.gcd.reduce(stamps - stamps.min())) or 1
 
 
 def _capacity(program: Program) -> int:
