@@ -9,6 +9,7 @@ import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import MegakernelError
@@ -159,18 +160,15 @@ _NUMBERS = ("count", "depth", "threads", "port", "int")
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of the command line. The flag `flag` takes precedence over the environment variable `env`, which takes
-    precedence over `default`. `flag` is "" and `env` is None if there is none. `default` is written as a user would
-    type it, or, with `described`, says in words what happens without a value. `read` parses a value, and raises
-    ArgumentTypeError if it is invalid. If `several` is "...", the flag takes a list; if it is "+", the flag may be
-    repeated. `aliases` are other spellings of the flag."""
+    """A setting of the command line. Its flag takes precedence over the environment variable, which takes precedence
+    over the default."""
 
-    flag: str
-    aliases: tuple[str, ...]
+    flag: str  # "" if there is none
+    aliases: tuple[str, ...]  # other spellings of the flag
     env: str | None
-    read: Callable[[str], Any]
-    several: str
-    default: str
+    read: Callable[[str], Any]  # parses a value, and raises ArgumentTypeError if it is invalid
+    several: str  # "..." if the flag takes a list, "+" if it may be repeated
+    default: str  # as a user would type it or, if it is `described`, in words
     described: bool
     what: str
     metavar: str  # what stands for the value in `--help`
@@ -221,3 +219,13 @@ def declared(line: str, readers: dict[str, Callable[[str], Any]]) -> tuple[str, 
 
 
 SETTINGS: dict[str, Setting] = dict(declared(line, {}) for line in lines(_TABLE))
+
+
+def cache_folder() -> Path:
+    """Return the model cache: `$MEGAKERNEL_CACHE`, else `$XDG_CACHE_HOME/megakernel`, else `~/.cache/megakernel`.
+    Raises MegakernelError if this path needs a home folder and there is none."""
+    own, base = os.environ.get("MEGAKERNEL_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(own or f"{base or '~/.cache'}/megakernel").expanduser()
+    except RuntimeError as e:
+        raise MegakernelError("there is no home folder for the model cache: set MEGAKERNEL_CACHE to a folder") from e

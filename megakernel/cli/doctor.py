@@ -12,10 +12,9 @@ from importlib import metadata
 
 from .. import machine
 from ..errors import MegakernelError
-from ..model.cache import cache_folder
 from ..model.weight_types import KV_TYPES, WEIGHT_TYPES
 from ..runtime.cpu import native
-from ..settings import SETTINGS, Setting
+from ..settings import SETTINGS, Setting, cache_folder
 from . import doctor_gpu, output
 from .options import verb
 from .this_machine import host_ceilings

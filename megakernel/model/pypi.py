@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import MegakernelError
-from .cache import cache_folder
+from ..settings import cache_folder
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) while a download runs."""

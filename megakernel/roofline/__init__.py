@@ -5,6 +5,5 @@ it answers questions about chips, networks and parallelism.
 """
 
 from .ceilings import QUIET, Ceilings, Measured, machine_ceilings, measure, read_rate
-from .fit import memory_fit
 from .program_step import LeastTimes, PhasePart, step_roofline
-from .work import StepWork, attended, bound, fraction_error, step_work
+from .work import StepWork, attended, bound, fraction_error, memory_fit, step_work

@@ -9,7 +9,7 @@ import msgspec
 
 from ..errors import MegakernelError, file_errors, regular, whole_file
 from ..machine import cpu_count, processor
-from ..model.cache import cache_folder
+from ..settings import cache_folder
 from .ceilings import Measured, last_level_cache
 
 _LARGEST_FILE = 1 << 20

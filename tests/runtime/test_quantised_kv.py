@@ -17,8 +17,7 @@ from megakernel.isa.context import cache_bytes
 from megakernel.machine import host
 from megakernel.model import families
 from megakernel.model.quantise import quantise
-from megakernel.roofline import step_work
-from megakernel.roofline.fit import memory_fit
+from megakernel.roofline import memory_fit, step_work
 from megakernel.runtime.cpu.backend import CpuBackend
 from megakernel.scheduler import Spec, compile_program, passes
 from megakernel.scheduler.verify import verify

@@ -19,7 +19,7 @@ from typing import Any
 from ...errors import MegakernelError, regular, whole_file
 from ...isa import FIXED_SIZES, Dims, Forward, Units
 from ...library import source_folder
-from ...model.cache import cache_folder
+from ...settings import cache_folder
 from ...targets.launch import Ablation
 from ...targets.pages import one_row
 from .limits import wide
