@@ -62,20 +62,16 @@ _MAGIC = b"MKTRACE1"
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """Facts about a whole trace. `program` is the hash of the traced program. `source` says what wrote the trace:
-    reference, cpu, cuda, protocol or simulator. Reading the clock takes `read_s` seconds. `clock_error_s` is the
-    largest possible offset between the clocks of ranks (0 if they share one). `dropped` counts intervals that were lost
-    because memory for the trace was full. `machine` names the machine that a simulator assumed; "" is the program's.
-    In a file, `attention` is the shape of `Trace.attention`, if there is such an array."""
+    """Facts about a whole trace."""
 
-    program: str
-    source: str
+    program: str  # the hash of the traced program
+    source: str  # what wrote the trace: reference, cpu, cuda, protocol or simulator
     tick_s: Annotated[float, msgspec.Meta(ge=1e-15, le=1)]  # no clock ticks faster
-    read_s: _Seconds
-    clock_error_s: _Seconds
-    dropped: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-    machine: str = ""
-    attention: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None
+    read_s: _Seconds  # the time of reading the clock
+    clock_error_s: _Seconds  # the largest possible offset between the clocks of ranks (0 if they share one)
+    dropped: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # intervals that were lost because memory was full
+    machine: str = ""  # the machine that a simulator assumed; "" is the program's
+    attention: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] | None = None  # in a file, the shape of `Trace.attention`
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     closed = sys.stdout is None
-    _open_standard_files()
+    # Open /dev/null for those of the descriptors 0, 1 and 2 that are closed. Otherwise, the next file or socket would
+    # get such a number, and code that prints to standard output or error would write into that file.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     try:
         if closed:
             return _fail("standard output is closed")
@@ -140,14 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if interrupted:  # some packages turn a KeyboardInterrupt during their import into an error of another type
             return INTERRUPTED
         raise
-
-
-def _open_standard_files() -> None:
-    """Open /dev/null for those of the descriptors 0, 1 and 2 that are closed. Otherwise, the next file or socket would
-    get such a number, and code that prints to standard output or error would write into that file."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 @contextmanager

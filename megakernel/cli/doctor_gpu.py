@@ -79,17 +79,14 @@ def _notes(smi: list[dict[str, str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """A small model to check on the GPU: its sizes, and the number of token rows of the step. `matmul` and `norm` are
-    compiler options. `matmul` names the units that multiply matrices: "dots" (CUDA cores) or "tensor" (tensor cores).
-    `norm` says where norms are computed: in instructions of their own ("own"), or in others. `tp` is the number of
-    tensor-parallel ranks."""
+    """A small model to check on the GPU, with compiler options."""
 
     name: str
     config: ModelConfig
-    tokens: int
-    matmul: str
-    norm: str = "own"
-    tp: int = 1
+    tokens: int  # token rows of the step
+    matmul: str  # the units that multiply matrices: "dots" (CUDA cores) or "tensor" (tensor cores)
+    norm: str = "own"  # where norms are computed: in instructions of their own, or in others
+    tp: int = 1  # tensor-parallel ranks
 
 
 def cases() -> list[Case]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from .. import machine as machines
 from ..errors import MegakernelError
-from ..isa import OperationFamily, Phase
-from ..roofline import LeastTimes, PhasePart, memory_fit, step_roofline
+from ..isa import OperationFamily
+from ..roofline import PhasePart, memory_fit, step_roofline
 from ..roofline.program_step import rate_of
 from ..units import bytes_text, seconds
 from . import output, roofline_ask
-from .options import STORED, paper_model, verb
+from .options import STORED, lowering, paper_model, verb
 from .this_machine import hardware_of
 
 _FLAGS = f"""
@@ -23,11 +23,11 @@ model machine tensor_parallel_size enable_expert_parallel o_lowering residual no
 """
 
 
-@verb("roofline", _FLAGS, roofline_ask.add_ask)
+@verb("roofline", _FLAGS, roofline_ask.add_ask, queue="auto", matmul="auto")
 def run(args: argparse.Namespace) -> int:
-    from megakernel.scheduler import Options, Spec
+    from megakernel.scheduler import Spec
     from megakernel.scheduler.candidates import lowered
-    from megakernel.scheduler.describe import lowering
+    from megakernel.scheduler.describe import lowering as lowering_of
     from megakernel.serving.engine.memory import weight_bytes
 
     hardware = hardware_of(args.machine)
@@ -35,10 +35,8 @@ def run(args: argparse.Namespace) -> int:
         raise MegakernelError(f"--tp must be at most {hardware.node.gpus}, the devices in a node of {hardware.name}")
     context, machine = args.context, machines.load(args.machine)
     config, how = paper_model(args, machine, context)
-    parallel = args.enable_expert_parallel
-    options = Options(o=args.o_lowering, residual=args.residual, norm=args.norm, expert_parallel=parallel)
-    rows = dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
-    spec = Spec(config, machine, max_context=context, tp=args.tensor_parallel_size, options=options, **how, **rows)
+    how |= dict.fromkeys(("tokens", "logit_rows", "max_seqs"), args.tokens)
+    spec = Spec(config, machine, max_context=context, tp=args.tensor_parallel_size, options=lowering(args), **how)
     tasks = lowered(spec)
     forward, ranks = tasks.forward, tasks.dims.ranks
     parts = [
@@ -48,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     ]
     (step, phases), rate = step_roofline(parts, hardware, context), rate_of(tasks.dims.model, hardware)
     step_s, times = max(step.seconds), ("math_s", "vector_s", "memory_s", "comms_s", "latency_s", "comms_measured_s")
+    matmuls = [c for phase, c in phases.items() if c.matrix_flops and phase.family is OperationFamily.MATMUL]
+    # A weight costs 2 FLOPs per row, so the number of weights is FLOPs / (2 x rows).
+    per_weight = 2 * args.tokens * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
     weights = max(weight_bytes(forward, dims.split, tied=config.tied) for dims in ranks)
     fit = memory_fit(ranks, weights, hardware.chip.hbm_bytes, args.tokens, context)
     facts = {
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "tokens": args.tokens,
         "context": context,
         "dtype": rate,
-        "lowering": lowering(tasks.dims, forward),
+        "lowering": lowering_of(tasks.dims, forward),
         **{f"t_{name}": getattr(step, name) for name in times},
         "flops": step.matrix_flops,
         "memory_bytes": step.memory_bytes,
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "step_without_overlap_s": sum(step.seconds),
         "tokens_per_s": args.tokens / step_s,
         "flops_per_byte": step.matrix_flops / step.memory_bytes,
-        "critical_rows": hardware.critical_rows(rate, _bytes_per_weight(phases, args.tokens)),
+        "critical_rows": hardware.critical_rows(rate, per_weight),
         "memory": fit,
         "instructions": [
             {"instruction": phase.name, "family": phase.family.name.lower(), **asdict(c), "bound": c.bound}
@@ -80,13 +81,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show_step(facts)
     return 0
-
-
-def _bytes_per_weight(phases: dict[Phase, LeastTimes], rows: int) -> float:
-    """Return the mean number of bytes per weight over all matmuls. A weight costs 2 FLOPs per row, so the number of
-    weights is FLOPs / (2 x rows)."""
-    matmuls = [c for phase, c in phases.items() if c.matrix_flops and phase.family is OperationFamily.MATMUL]
-    return 2 * rows * sum(c.memory_bytes for c in matmuls) / sum(c.matrix_flops for c in matmuls)
 
 
 def _show_step(facts: dict[str, Any]) -> None:

@@ -27,19 +27,18 @@ QUIET = 0.05  # a measurement is valid if other programs use at most this fracti
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The maximum rates of all workers together, with which measured rates are compared. Three fields are texts. `unit`
-    is the unit of `flops`, `how` says where the rates come from, and `warning` why they may be too low."""
+    """The maximum rates of all workers together, with which measured rates are compared."""
 
     read_bytes_per_s: float
     flops: float  # multiply-adds per second, counted as two operations each
     threads: int
-    how: str
+    how: str  # where the rates come from
     link_bytes_per_s: float | None = None  # rate at which a rank sends to other ranks; None if ranks share one memory
     cache_bytes_per_s: float | None = None  # the rate of the last-level cache; None if it was not measured
-    warning: str | None = None
+    warning: str | None = None  # why the rates may be too low
     integer_ops: float | None = None  # operations/s on 8-bit integers; None if not measured
     vector_flops: float | None = None  # FLOP/s outside matmuls; None if it equals `flops`
-    unit: str = "FLOP/s"
+    unit: str = "FLOP/s"  # of `flops`
 
     @property
     def of_integers(self) -> Ceilings:
@@ -55,18 +54,17 @@ _Rate = Annotated[float, msgspec.Meta(gt=1, lt=1e18)]
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The highest rates ever measured on this CPU with `threads` threads. `probes` counts the measurements, and
-    `date` is the day of the last one. `others` is the fraction of all cores' time that other programs used during the
-    least disturbed measurement, or None if unknown."""
+    """The highest rates ever measured on this CPU with `threads` threads."""
 
     threads: int
     read_bytes_per_s: _Rate
     cache_bytes_per_s: _Rate
     flops: _Rate
     integer_ops: _Rate
+    # The fraction of all cores' time that other programs used during the least disturbed measurement, if it is known.
     others: Annotated[float, msgspec.Meta(ge=0, le=1)] | None
-    date: Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d$")]
-    probes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    date: Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d$")]  # of the last measurement
+    probes: Annotated[int, msgspec.Meta(ge=1)] = 1  # measurements
 
     @property
     def quiet(self) -> bool:

@@ -30,21 +30,19 @@ class PhasePart:
 @dataclass(frozen=True)
 class LeastTimes:
     """The work of a step, or of one of its phases in all layers, and the least times for this work. Each amount of work
-    is that of the rank with most. A rank sends `sent_bytes` in `hops` messages, one after another. `latency_s` is the
-    latency of all messages together, and `comms_s` also includes the time to move the bytes. `comms_measured_s` is the
-    time by measured bandwidths of collectives, or None if there are none."""
+    is that of the rank with most."""
 
     matrix_flops: float
     vector_flops: float
     memory_bytes: float
     sent_bytes: float
-    hops: int
+    hops: int  # messages in which a rank sends these bytes, one after another
     math_s: float
     vector_s: float
     memory_s: float
-    comms_s: float
-    latency_s: float
-    comms_measured_s: float | None
+    comms_s: float  # the latency, and the time to move the bytes
+    latency_s: float  # of all messages together
+    comms_measured_s: float | None  # by measured bandwidths of collectives; None if there are none
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -91,8 +89,12 @@ def step_roofline(
     def of(phase: Phase) -> LeastTimes:
         mine = [(part, w) for part, w in work if part.phase == phase]
         amounts = _most(mine)
-        hops = max(part.runs for part, _ in mine) if amounts[-1] else 0
-        return least(amounts, hops, _measured_s(amounts[-1], hops, hardware, dims.split.tp))
+        if not (sent := amounts[-1]):
+            return least(amounts, 0, 0.0)
+        hops, ranks = max(part.runs for part, _ in mine), dims.split.tp
+        # The rank sends (N - 1) / N of the array of each of `hops` gathers of equal size.
+        one = measured_s(sent / hops * ranks / (ranks - 1), hardware, ranks, passes=1)
+        return least(amounts, hops, None if one is None else one * hops)
 
     phases = {phase: of(phase) for phase in dict.fromkeys(part.phase for part in parts)}
     measured = [each.comms_measured_s for each in phases.values()]
@@ -132,12 +134,3 @@ def measured_s(array_bytes: float, hardware: Hardware, members: int, passes: int
     if curve is None:
         return None
     return passes * array_bytes * (members - 1) / members / curve.at(array_bytes)
-
-
-def _measured_s(sent_bytes: float, messages: int, hardware: Hardware, ranks: int) -> float | None:
-    """Return the seconds of `messages` gathers of equal size, computed from measured bandwidths, or None if nothing was
-    measured. `sent_bytes` is what one of N ranks sends in all gathers, which is (N - 1) / N of the gathered arrays."""
-    if not messages:
-        return 0.0
-    one = measured_s(sent_bytes / messages * ranks / (ranks - 1), hardware, ranks, passes=1)
-    return None if one is None else one * messages
