@@ -53,7 +53,7 @@ def _segment(
         rank, number = divmod(stream, each)
         yield f"  rank {rank} {name} {number}:"
         for i, record in enumerate(segment.stream(stream), start + int(segment.offsets[stream])):
-            phase = forward.by_number[int(rec.phase_number(record))]
+            phase = forward.of_record(record)
             operands = record[rec.OPERAND_WORD : rec.OPERAND_WORD + len(phase.operands)].tolist()
             text = [f"    {i:6d}  {phase.name:<12}"]
             text += [f"{operand}={value}" for operand, value in zip(phase.operands, operands, strict=True)]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .buffers import Buffer
+from .buffers import BUFFERS, Buffer
 from .dims import Dims
 from .record import Column
 
@@ -82,6 +82,14 @@ class Access:
         assert isinstance(self.rank, int)
         one = dims.split.rank if self.rank == OWN else self.rank
         return tuple(range(dims.split.tp)) if self.rank == EVERY else (one,)
+
+    def size(self, rows: Column, dims: Dims) -> NDArray[np.float64]:
+        """Return how many bytes of a copy of the buffer each of n instructions touches. `rows` has the number of rows
+        of each instruction, which counts if the step table selects the rows."""
+        high = rows if self.index is Index.LOGIT_ROW else np.maximum(self.row_end - self.row, 0)
+        wide: NDArray[np.float64] = np.maximum(self.col_end - self.col, 0).astype(np.float64)
+        wide *= BUFFERS[self.buffer].resolve_dtype(dims.model).itemsize
+        return wide * high * self.share
 
 
 def by_rank(rank: int | Column | None, size: Sizes, own: NDArray[np.int64] | int, ranks: int) -> Sizes:

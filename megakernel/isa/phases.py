@@ -21,7 +21,7 @@ from .buffers import BUFFERS, Buffer
 from .dims import Dims, ModelSizes, Split
 from .dtypes import Dtype
 from .opcodes import Operation, OperationFamily, Result, Rows
-from .record import OPERAND_WORD, Column, Records
+from .record import OPERAND_WORD, Column, Records, phase_number
 
 NO_BUFFER = -1
 MAX_PHASES = 31  # maximum number of phases of a program, including join and drain
@@ -91,16 +91,16 @@ class Phase:
     def inner(self, split: Split) -> int:
         """Return the length of the dot products of a matmul, or of the rows of a norm."""
         unscaled = self.weights is None and self.operation is Operation.NORM
-        return split.model.hidden if unscaled else self._shape(split)[-1]
+        return split.model.hidden if unscaled else _part(self.weights, split)[-1]
 
     def width(self, split: Split) -> int:
         """The number of output columns of a matmul or of EXPERTS; 0 if the rank's part of the weights is empty."""
         multiplies = self.is_matmul or self.operation is Operation.EXPERTS
-        return self._shape(split)[-2] if multiplies and self.inner(split) else 0
+        return _part(self.weights, split)[-2] if multiplies and self.inner(split) else 0
 
     def matrices(self, split: Split) -> int:
         """The number of matrices of a matmul or of an expert: 2 for gate and up, whose products form one output."""
-        shape = self._shape(split)
+        shape = _part(self.weights, split)
         return shape[0] if len(shape) == 3 else 1
 
     def whole_heads(self, model: ModelSizes) -> bool:
@@ -116,13 +116,10 @@ class Phase:
         added. They are ranks 0 to n - 1."""
         return sum(self.inner(part) > 0 for part in split.ranks)
 
-    def _shape(self, split: Split) -> tuple[int, ...]:
-        """Return the shape of the rank's weights in one layer, for one expert if there are experts."""
-        return _part(self.weights, split)
-
 
 @lru_cache(maxsize=1024)
 def _part(weights: Buffer | None, split: Split) -> tuple[int, ...]:
+    """Return the shape of the rank's weights in one layer, for one expert if there are experts."""
     spec = None if weights is None else BUFFERS[weights].weight
     # A faulty program file may name a buffer that has no weights. `check_phases` refuses it later.
     return (0, 0) if spec is None else spec.shape(split)
@@ -200,6 +197,9 @@ class Forward:
     @cached_property
     def by_name(self) -> dict[str, Phase]:
         return {phase.name: phase for phase in self.by_number.values()}
+
+    def of_record(self, record: NDArray[np.int32]) -> Phase:
+        return self.by_number[int(phase_number(record))]
 
     def numbers(self, operation: Operation) -> list[int]:
         """The numbers of the phases with this operation."""

@@ -37,21 +37,13 @@ def loads(phase: Phase, columns: Columns, dims: Dims) -> Loads:
     if phase.operation is Operation.ATTENTION:
         none = np.zeros(len(next(iter(columns.values()))))
         return Loads(none, none, none)
-    read = _region_reads(phase, columns, dims)
+    read = np.zeros(len(columns["row"]))
+    for access in accesses(phase, columns, dims):
+        if access.kind is not Kind.WRITE:
+            read += access.size(columns["rows"], dims)
     if not phase.is_matmul:
         return Loads(cost(phase, columns, dims).memory_bytes, read, read)
     return Loads(weight_bytes(phase, columns["cols"], dims), read, read)
-
-
-def _region_reads(phase: Phase, columns: Columns, dims: Dims) -> Floats:
-    read = np.zeros(len(next(iter(columns.values()))))
-    for access in accesses(phase, columns, dims):
-        if access.kind is Kind.WRITE:
-            continue
-        high = columns["rows"] if access.index is Index.LOGIT_ROW else np.maximum(access.row_end - access.row, 0)
-        wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
-        read += wide * BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize * high * access.share
-    return read
 
 
 def link_bytes(phase: Phase, columns: Columns, dims: Dims) -> Bytes:
@@ -80,9 +72,9 @@ def _stored(access: Access, d: Dims) -> Bytes:
     if access.index is Index.LOGIT_OWNER and d.split.rank > 0:
         return out
     if access.rank is None:
-        first = d.bucket.row_block * np.arange(d.bucket.row_blocks)
+        first, end = d.block_rows(np.arange(d.bucket.row_blocks))
         owned = np.zeros(d.split.tp, dtype=np.int64)
-        np.add.at(owned, d.owner(first), np.minimum(d.bucket.row_block, d.bucket.tokens - first))
+        np.add.at(owned, d.owner(first), end - first)
         # `size[0]` is the size of all token rows. Each row is stored once, in the copy of the row's owner.
         out[:] = owned * int(size[0] // d.bucket.tokens)
     else:

@@ -177,6 +177,11 @@ class Program:
             out |= {f"{name}.records": segment.records, f"{name}.offsets": segment.offsets}
         return out | {name: getattr(self, name).reshape(-1) for name in TOTALS}
 
+    def native_arrays(self) -> dict[str, list[NDArray[np.int32]]]:
+        """Return the arrays for native code: the records and offsets of each segment and the queues, and the totals."""
+        arrays, lists = [np.ascontiguousarray(a, np.int32) for a in self.arrays().values()], 2 * (len(SEGMENTS) + 1)
+        return {"records": arrays[:lists:2], "offsets": arrays[1:lists:2], "totals": arrays[lists:]}
+
     @property
     def digest(self) -> bytes:
         """The SHA-256 of the program's content."""

@@ -73,8 +73,7 @@ def check_instructions(
     twins = _Twins(gpu, reference, program, table)
     for index, layer, phase in _phases(program):
         before = twins.state()
-        number = int(record.phase_number(phase.records[0]))
-        name = f"{program.forward.by_number[number].name} (layer {layer})"
+        name = f"{program.forward.of_record(phase.records[0]).name} (layer {layer})"
         try:
             wrong = twins.wrong(before, index, layer, phase, repeats)
         except MegakernelError as e:  # the error names the instruction that waited

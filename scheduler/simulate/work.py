@@ -16,7 +16,6 @@ from megakernel.isa import (
     DRAIN,
     Buffer,
     Dims,
-    Index,
     Kind,
     Operation,
     Phase,
@@ -35,7 +34,6 @@ from megakernel.isa.ragged import ragged
 from megakernel.isa.record import Records
 from megakernel.machine import Path
 from megakernel.program import SEGMENTS, Program
-from megakernel.program.program import TOTALS
 from megakernel.scheduler.simulate.costs import TaskCosts
 from megakernel.scheduler.simulate.native import EVERY_RANK, RECORD, SIGNAL, TASK, WAIT, Floats, Int32s, Work
 from megakernel.targets.hopper import loads
@@ -137,7 +135,7 @@ def make_work(program: Program, table: StepTable, costs: TaskCosts) -> Work:
     sizes = {"ranks": program.ranks, "workers": program.workers, "layers": program.dims.model.layers}
     sizes |= {"counters": program.counters, "queues": program.rank_queues, "splits": program.dims.bucket.items}
     sizes |= {"keys": keys.count, "layered_keys": keys.layered}
-    totals = [np.ascontiguousarray(getattr(program, name), np.int32) for name in TOTALS]
+    totals = program.native_arrays()["totals"]
     return Work(sizes, offsets, totals, table_of_records, tasks.table, waits, signals, tasks.stores, keys.bytes)
 
 
@@ -246,11 +244,7 @@ def _activations(
             reads.append(access.buffer)
         if access.kind is not Kind.READ:
             writes.append(access.buffer)
-            wide = np.maximum(access.col_end - access.col, 0).astype(np.float64)
-            wide *= BUFFERS[access.buffer].resolve_dtype(dims.model).itemsize
-            of_table = access.index is Index.LOGIT_ROW  # the step's inputs select these rows
-            high = columns["rows"] if of_table else np.maximum(access.row_end - access.row, 0)
-            tasks.stores[task] += by_rank(access.rank, wide * high * access.share, rank, dims.split.tp)
+            tasks.stores[task] += by_rank(access.rank, access.size(columns["rows"], dims), rank, dims.split.tp)
     if reads:
         tasks_per_block = np.maximum(dims.bucket.row_block / np.maximum(columns["rows"], 1), 1)
         key = keys.rows(reads[0], columns["row"])

@@ -23,7 +23,7 @@ from ...library import load
 from ...machine import cpu_count
 from ...model import families
 from ...model.checkpoint import Checkpoint, WeightRows, array_of, converted, rows_of
-from ...program import SEGMENTS, Program
+from ...program import Program
 from ...targets import MOST_HEAD_DIM
 from ...trace import DTYPE, Trace, TraceHeader
 from ..backend import Backend, Output
@@ -246,20 +246,11 @@ class CpuBackend(Backend):
 
     def _copied(self, program: Program) -> int:
         """Copy a program into the native library, and return its handle there."""
-        lists = [getattr(program, name) for name in SEGMENTS] + [program.queues]
-        # Python must keep these arrays until mk_load_program has copied them.
-        arrays = [
-            [np.ascontiguousarray(a, dtype=np.int32) for a in group]
-            for group in (
-                [s.records for s in lists],
-                [s.offsets for s in lists],
-                [program.totals_first, program.totals_middle, program.totals_last],
-            )
-        ]
+        arrays = program.native_arrays()  # kept until mk_load_program has copied them
         phases = np.stack([program.forward.words(dims) for dims in program.dims.ranks])
         named = program.forward.by_number
         names = [named[n].name.encode() if n in named else b"" for n in range(MAX_PHASES + 1)]
-        pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays]
+        pointers = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in arrays.values()]
         texts = (ctypes.c_char_p * len(names))(*names)
         source = native.CProgram(
             ctypes.addressof(program.dims.native),
@@ -336,7 +327,7 @@ class _Launch:
         intervals = np.zeros(max(count, 0), dtype=DTYPE)
         if count < 0 or self._lib.mk_intervals(self._engine, intervals.ctypes.data) < 0:
             raise native.error()
-        header = TraceHeader(self._program.hash, "cpu", 1e-9, native.clock_cost(), clock_error_s=0.0, dropped=0)
+        header = TraceHeader(self._program.hash, "cpu", 1e-9, self._lib.mk_clock_cost(), clock_error_s=0.0, dropped=0)
         return Trace(header, intervals, slot_work(self._table)[None])
 
 

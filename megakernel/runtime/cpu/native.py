@@ -42,11 +42,6 @@ def simd() -> str:
     return str(name.decode())
 
 
-def clock_cost() -> float:
-    """Return the seconds that one read of the clock takes when a trace is recorded."""
-    return float(load().mk_clock_cost())
-
-
 def probe_read(threads: int, size: int, seconds: float) -> float:
     """Measure the bytes/s at which threads together read `size` bytes of memory, in the best of several passes."""
     return _checked(load().mk_probe_read(requested_simd(), threads, size, seconds))

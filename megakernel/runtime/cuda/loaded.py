@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...errors import MegakernelError
 from ...isa import Buffer, Dims, StepTable, record
 from ...library import structure
-from ...program import SEGMENTS, Program, Segment
+from ...program import Program
 from ...targets.hopper import check_pages
 from ...targets.launch import BODY, EPILOGUE, PROLOGUE, WARPS
 from . import stall
@@ -61,7 +61,6 @@ class Grid:
 
     def __init__(self, heap: Heap, program: Program, gpu: Gpu, ranks: range, arrivals: Mapping[str, list[int]]) -> None:
         self.gpu, self.ranks, self._heap, self._program = gpu, ranks, heap, program
-        lists = segments(program)
         ranks_dims = program.dims.ranks
         # The keys of both dictionaries are fields of Params. For a key in `arrays`, the field is a pointer. For a key
         # in `several`, it is an array of pointers.
@@ -70,11 +69,7 @@ class Grid:
             "phases": np.stack([program.forward.words(d) for d in ranks_dims]),
             "diagnoses": np.zeros(LANES * self.blocks * WARPS, stall.NOTE),
         }
-        several: dict[str, list[NDArray[Any]]] = {
-            "records": [s.records for s in lists],
-            "offsets": [s.offsets.astype(np.int32) for s in lists],
-            "totals": [t.astype(np.int32) for t in (program.totals_first, program.totals_middle, program.totals_last)],
-        }
+        several = program.native_arrays()
         numbered = {f"{name}{i}": array for name, group in several.items() for i, array in enumerate(group)}
         self._tables = Tables(gpu, arrays | numbered)
         mapped, mapped_everywhere = map_bits(program.forward, program.dims)
@@ -276,11 +271,6 @@ class Loaded:
             grid.close()
         for table in self._own:
             table.close()
-
-
-def segments(program: Program) -> list[Segment]:
-    """Return the program's lists of instructions in the order of the interpreter: prologue, body, epilogue, queues."""
-    return [*(getattr(program, name) for name in SEGMENTS), program.queues]
 
 
 def _check_limits(program: Program) -> None:

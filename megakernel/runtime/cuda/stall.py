@@ -226,8 +226,7 @@ def _describe(program: Program, w: Wait) -> str:
     if not _exists(program, w):
         where = f"in record {w.number} of segment {w.segment}"
     elif w.segment >= 0:
-        records, _ = program.numbered(w.segment)
-        name = program.forward.by_number[int(record.phase_number(records[w.number]))].name
+        name = program.forward.of_record(program.numbered(w.segment)[0][w.number]).name
         layer = f", layer {w.layer}" if w.segment == BODY else ""
         where = f"{'before' if w.warp == 0 else 'in'} {SEGMENTS[w.segment]} record {w.number} ({name}{layer})"
     what = AWAITED.get(w.kind, "no known barrier").format(w.index)

@@ -19,7 +19,7 @@ from ...program import Program
 from ...targets.launch import CLOCK_STAMPS
 from ...trace import DTYPE, Intervals, Trace, TraceHeader
 from .heap import Heap
-from .loaded import Grid, Loaded, segments
+from .loaded import Grid, Loaded
 
 _PER_INSTRUCTION = 32  # room per instruction, which suffices for all warps in most programs
 _MOST = 1 << 16  # maximum number of intervals of a thread block, which take 2 MiB
@@ -95,8 +95,7 @@ def to_nanoseconds(intervals: Intervals, stamps: NDArray[np.uint64]) -> Interval
 
 def _capacity(program: Program) -> int:
     """How many intervals a thread block can store: enough for the longest stream and all queues of a rank."""
-    lists = segments(program)
-    runs = (1, program.dims.model.layers, 1)
-    lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists[:3], runs, strict=True))
-    claimed = len(lists[3].records) // max(program.ranks, 1) * program.dims.model.layers
+    lists, runs = (program.prologue, program.body, program.epilogue), (1, program.dims.model.layers, 1)
+    lengths: Any = sum(np.diff(s.offsets) * n for s, n in zip(lists, runs, strict=True))
+    claimed = len(program.queues.records) // max(program.ranks, 1) * program.dims.model.layers
     return min(_MOST, max(1, _PER_INSTRUCTION * (int(lengths.max()) + claimed)))

@@ -95,7 +95,7 @@ class ReferenceBackend:
     ) -> None:
         """Run the work of one instruction record on a rank's buffers, without its waits and signals. An attention
         instruction runs all of its items."""
-        phase = forward.by_number[int(record.phase_number(instruction))]
+        phase = forward.of_record(instruction)
         operands = instruction[record.OPERAND_WORD :][: len(phase.operands)]
         OPERATIONS[phase.operation].execute(self.context(phase, table.rank(rank), layer), *operands.tolist())
 

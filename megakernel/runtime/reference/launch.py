@@ -91,13 +91,8 @@ def _stream(program: Program, rank: int, worker: int) -> Iterator[StreamPlace]:
     index = rank * program.workers + worker
     for segment, layer, block in runs:
         for i, words in enumerate(segment.stream(index)):
-            yield StreamPlace(
-                rank, worker, layer, block, int(segment.offsets[index]) + i, words, _phase(program, words)
-            )
-
-
-def _phase(program: Program, words: NDArray[np.int32]) -> Phase:
-    return program.forward.by_number[int(record.phase_number(words))]
+            row, phase = int(segment.offsets[index]) + i, program.forward.of_record(words)
+            yield StreamPlace(rank, worker, layer, block, row, words, phase)
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ class ReferenceLaunch:
         row = int(queues.offsets[queue] + self._claimed[queue, drain.block])
         self._claimed[queue, drain.block] += 1
         words, number = queues.records[row], len(self._program.body.records) + row
-        return replace(drain, row=number, words=words, phase=_phase(self._program, words))
+        return replace(drain, row=number, words=words, phase=self._program.forward.of_record(words))
 
     def _queue(self, drain: StreamPlace) -> int:
         return drain.rank * self._program.rank_queues + drain.operand("queue")
