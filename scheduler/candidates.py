@@ -20,7 +20,7 @@ from megakernel.scheduler.place import LAST_NORM_LAG
 from megakernel.scheduler.search import Change, products, search
 from megakernel.scheduler.spec import Spec
 from megakernel.scheduler.tasks import PhaseTasks, Stages, Tasks
-from megakernel.targets.pages import norm_fits
+from megakernel.targets.pages import norm_rows
 
 
 def lowered(spec: Spec, stages: Stages | None = None) -> Tasks:
@@ -124,7 +124,7 @@ def _normed(own: Spec, wanted: str, stages: Stages) -> Spec:
     dims = own.dims
     sends = dims.split.tp > 1 and not dims.split.replicated_residual
     rows = min(dims.bucket.row_block, dims.bucket.tokens)
-    inside = not sends and norm_fits(rows, dims.model.hidden, dims)
+    inside = not sends and rows <= norm_rows(dims.model.hidden, dims)
     if wanted == "inside" and not inside:
         raise MegakernelError(
             "cannot compile norms into matmuls: norm = 'inside' needs "

@@ -19,9 +19,14 @@ from . import pages
 def violations(parts: Sequence[Part]) -> Iterator[str]:
     """Describe each instruction that a GPU cannot execute, because it needs more shared-memory pages than an SM has, or
     its tile does not fit pages. The program must have passed all other checks. Programs for CPUs have no pages."""
-    dims = parts[0].program.dims.ranks
-    for part in parts if dims[0].worker.ring_pages else ():
-        yield from _pages(part, dims)
+    dims = parts[0].program.dims
+    for index, part in enumerate(parts if dims.worker.ring_pages else ()):
+        if (needed := pages.kv_pages(dims)) > dims.worker.ring_pages:
+            what = f"it holds {needed} pages at once, but the ring has {dims.worker.ring_pages}"
+            yield from each(part, part.rows(part.phases.attention), what)
+        for phase, d, rows, columns in part.program.by_phase(index):
+            if phase.is_matmul:
+                yield from _tile_pages(part, phase, rows, columns, d)
 
 
 def check_pages(program: Program) -> None:
@@ -52,22 +57,9 @@ def _through_the_ring(phase: Phase, columns: Columns, dims: Dims) -> NDArray[np.
     return (pages.tile_work(phase, rows, cols, dims)[1] - weights).astype(np.float64)
 
 
-def _pages(part: Part, dims: list[Dims]) -> Iterator[str]:
-    have = dims[0].worker.ring_pages
-    if pages.kv_pages(dims[0]) > have:
-        what = f"it holds {pages.kv_pages(dims[0])} pages at once, but the ring has {have}"
-        yield from each(part, part.rows(part.phases.attention), what)
-    for phase in part.phases.matmuls:
-        every = part.rows(phase)
-        for rank, d in enumerate(dims):
-            rows = every[part.rank[every] == rank]
-            if len(rows):
-                yield from _tile_pages(part, phase, rows, d)
-
-
-def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
-    """Describe instructions whose tiles do not fit pages. `rows` has the indices of a matmul phase's instructions."""
-    c = phase.columns(part.records[rows])
+def _tile_pages(part: Part, phase: Phase, rows: Ints, c: Columns, d: Dims) -> Iterator[str]:
+    """Describe instructions of a matmul phase whose tiles do not fit pages. `rows` has the instructions' indices, and
+    `c` their operands."""
     taken = pages.matmul_pages(phase, c["rows"], c["cols"], d)
     for at in np.nonzero(taken.held > d.worker.ring_pages)[0]:
         held = f"it holds {taken.held[at]} pages at once"
@@ -76,9 +68,8 @@ def _tile_pages(part: Part, phase: Phase, rows: Ints, d: Dims) -> Iterator[str]:
     most = pages.dot_rows(max(phase.inner(d.split), 1)) if dots else pages.PAGE_ROWS
     yield from each(part, rows[c["rows"] > most], f"its tile has more than {most} rows")
     if phase.norm is not None:
-        sizes, which = np.unique(c["rows"], return_inverse=True)
-        fits = np.array([pages.norm_fits(int(size), phase.inner(d.split), d) for size in sizes])[which]
-        yield from each(part, rows[~fits], "it has more rows than a matmul can normalise")
+        most = pages.norm_rows(max(phase.inner(d.split), 1), d)
+        yield from each(part, rows[c["rows"] > most], "it has more rows than a matmul can normalise")
     per_page = pages.output_columns(phase, d)
     if not per_page or phase.output is None:
         return

@@ -164,11 +164,11 @@ def tile_work(phase: Phase, rows: Ints, cols: Ints, dims: Dims) -> tuple[Ints, I
     return 2 * inner * computed, Dtype(dims.model.dtype).itemsize * inner * loaded
 
 
-def norm_fits(rows: int, inner: int, dims: Dims) -> bool:
-    """Whether a matmul can normalise this many input rows itself, so that no separate norm is needed."""
+def norm_rows(inner: int, dims: Dims) -> int:
+    """The maximum number of rows of `inner` (> 0) elements that a matmul can normalise itself, instead of a norm."""
     if dims.worker.units == Units.DOTS:
-        return rows * inner * Dtype(dims.model.dtype).itemsize <= NORM_BYTES
-    return dims.worker.units == Units.CORE
+        return NORM_BYTES // (inner * Dtype(dims.model.dtype).itemsize)
+    return dims.bucket.tokens if dims.worker.units == Units.CORE else 0
 
 
 def dot_rows(inner: int) -> int:

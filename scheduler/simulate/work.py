@@ -145,8 +145,8 @@ def _records(program: Program) -> tuple[Records, Ints, Int32s, list[Int32s]]:
     records, segment, ranks = program.every
     starts = np.searchsorted(segment, np.arange(len(SEGMENTS)))
     begins = *starts, starts[1] + len(program.body.records)
-    lists = program.prologue, program.body, program.epilogue, program.queues
-    offsets = [(each.offsets + begin).astype(np.int32) for each, begin in zip(lists, begins, strict=True)]
+    each = zip(program.native_arrays()["offsets"], begins, strict=True)
+    offsets = [(offsets + begin).astype(np.int32) for offsets, begin in each]
     return records, ranks, (np.arange(len(records)) - starts[segment]).astype(np.int32), offsets
 
 
