@@ -148,17 +148,12 @@ def show(figures: dict[str, Any]) -> None:
     """Print the figures of a run. If there were several runs, print the figures of the median run."""
     settings = figures["settings"]
     others = f", {figures['input_tokens_per_s']:.1f} in, {figures['requests_per_s']:.2f} requests/s"
+    answered = f"{figures['completed']} answered in {figures['duration_s']:.1f} s, "
+    rest = f", {figures['short']} of another length, at most {figures['max_in_flight']} at a time"
     lines: list[tuple[str, str | Text]] = [
         ("server", f"{settings['url']}, {settings['model']}"),
         ("workload", f"{settings['num_prompts']} prompts: {settings['workload']}"),
-        (
-            "requests",
-            Text.assemble(
-                f"{figures['completed']} answered in {figures['duration_s']:.1f} s, ",
-                (f"{figures['failed']} failed", "red" if figures["failed"] else ""),
-                f", {figures['short']} of another length, at most {figures['max_in_flight']} at a time",
-            ),
-        ),
+        ("requests", Text.assemble(answered, (f"{figures['failed']} failed", "red" * bool(figures["failed"])), rest)),
         ("tokens", f"{figures['input_tokens']:,} in, {figures['output_tokens']:,} out"),
         ("throughput", output.bold(f"{figures['tokens_per_s']:.1f} tokens/s out", others)),
     ]

@@ -12,7 +12,6 @@ from importlib import metadata
 
 from .. import machine
 from ..errors import MegakernelError
-from ..model.weight_types import KV_TYPES, WEIGHT_TYPES
 from ..runtime.cpu import native
 from ..settings import SETTINGS, Setting, cache_folder
 from . import doctor_gpu, output
@@ -60,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
         "cpu": machine.processor(),
         "simd": core,
         "ceilings": ceilings,
-        "weight_bits": {kind.name.lower(): kind.bits for kind in WEIGHT_TYPES.values()},
-        "kv_cache_bits": {name: kind.bits for name, kind in KV_TYPES.items()},
         "compilers": compilers,
         "gpus": gpus,
         "backend": "cuda" if gpus["missing"] is None else "cpu",
@@ -83,11 +80,6 @@ def run(args: argparse.Namespace) -> int:
             rates += f", {ceilings['integer_ops'] / 1e9:.0f} G operations/s on 8-bit integers"
         rows.append(("ceilings", f"{rates}: {ceilings['how']}"))
     rows += [
-        ("weights", ", ".join(f"{kind.name.lower()} {kind.bits:g}" for kind in WEIGHT_TYPES.values()) + " bits"),
-        (
-            "KV cache",
-            ", ".join(["the compute type", *(f"{name} {kind.bits:g} bits" for name, kind in KV_TYPES.items())]),
-        ),
         ("compilers", ", ".join(compilers.values()) or "none"),
         ("gpus", doctor_gpu.line(gpus)),
         ("backend", f"auto uses {report['backend']}"),

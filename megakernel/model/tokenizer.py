@@ -128,11 +128,6 @@ class Tokenizer:
         begun = not self._begins_chats or ids[: len(self._before)] == self._before
         return ids if begun else self._before + ids
 
-    @property
-    def chat_template(self) -> str | None:
-        """The source of the chat template for conversations without tools."""
-        return template.source if (template := self.template()) else None
-
     def set_chat_template(self, template: ChatTemplate) -> None:
         """Replace the model's own chat templates."""
         self._templates = {"default": template}
