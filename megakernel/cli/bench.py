@@ -42,7 +42,7 @@ speculate max_num_seqs max_num_batched_tokens
 """
 
 
-@verb("bench latency", _LATENCY, versus.add_versus, MODEL_RUN)
+@verb("bench latency", _LATENCY, versus.VERSUS, MODEL_RUN)
 def run_latency(args: argparse.Namespace) -> int:
     found = versus.find_peers(args, batched=False)
     with open_llm(args, max_num_seqs=1) as llm:
@@ -117,7 +117,7 @@ def show_latency(figures: dict[str, Any]) -> None:
 @verb(
     "bench throughput",
     _THROUGHPUT,
-    versus.add_versus,
+    versus.VERSUS,
     MODEL_RUN + workload_flags(64),
     unless=UNLESS | {"num_prompts": 64},
 )

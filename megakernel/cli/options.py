@@ -16,7 +16,7 @@ from ..machine import Machine
 from ..model import PACKAGES, ModelConfig, cached, load_config, local_checkpoint, pull
 from ..model.weight_types import bits_of, quantised_kv, rounds_activations, storage_of
 from ..runtime.registry import backend_for
-from ..settings import SETTINGS, Setting, declared, lines, rate, switch
+from ..settings import SETTINGS, Setting, declared, lines, matching, rate, switch
 from ..units import bytes_text
 from . import output
 
@@ -130,31 +130,8 @@ def file_to_write(text: str) -> Path:
     return path
 
 
-def token_ids(text: str) -> list[int]:
-    """Parse token ids, such as `1,2,3`. Raises ArgumentTypeError for any other text."""
-    try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids like 1,2,3") from None
-
-
-def token_bias(text: str) -> tuple[int, float]:
-    """Parse a token id and its bias, such as `42=-1.5`."""
-    try:
-        token, value = text.split("=")
-        return int(token), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be TOKEN_ID=BIAS, two numbers such as 42=-1.5") from None
-
-
-LIMITS = ("ttft", "tpot", "e2e")
-
-
-def latency_limit(text: str) -> tuple[str, float]:
-    """Parse a latency limit such as `ttft:500`, and return the metric's name and the limit in seconds."""
+def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
-    if name not in LIMITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MILLISECONDS, where NAME is one of {', '.join(LIMITS)}")
     return name, rate(value) / 1e3
 
 
@@ -163,9 +140,17 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "FILE": file_to_write,
     "STEM": file_to_write,
     "PATH": Path,
-    "1,2,3": token_ids,
-    "ID=X": token_bias,
-    "NAME:MS": latency_limit,
+    "1,2,3": matching(
+        r"(-?\d+(,-?\d+)*)?",
+        "not a list of token ids like 1,2,3",
+        lambda text: [int(part) for part in text.split(",") if part],
+    ),
+    "ID=X": matching(
+        r"-?\d+=[-+]?(nan|inf|\d+\.?\d*|\.\d+)(e[-+]?\d+)?",
+        "not TOKEN_ID=BIAS, two numbers such as 42=-1.5",
+        lambda text: (int(text.partition("=")[0]), float(text.partition("=")[2])),
+    ),
+    "NAME:MS": matching("(ttft|tpot|e2e):.*", "not NAME:MILLISECONDS, where NAME is one of ttft, tpot, e2e", _limit),
 }
 
 

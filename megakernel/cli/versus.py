@@ -10,30 +10,18 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from . import output
-from .options import add_flags
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM
     from megakernel.serving.bench.peers import Contest, InstalledPeer, Timed
 
 
-_LLAMA = """
+# The flags that name peers, the other programs of a comparison.
+VERSUS = """
+--vs | NAME+ | - | also measure llama.cpp or torch, with its best settings on the same weights; runs alternate with
+    megakernel's (the flag may be repeated)
 --llama-bench | PATH | (the program on PATH) | llama.cpp's program llama-bench, or the folder of a build
 """
-
-
-def add_versus(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that name peers, the other programs of a comparison."""
-    parser.add_argument(
-        "--vs",
-        action="extend",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME",
-        help="also measure llama.cpp or torch, with its best settings on the same weights; runs alternate with "
-        "megakernel's (the flag may be repeated)",
-    )
-    add_flags(parser, _LLAMA)
 
 
 def find_peers(args: argparse.Namespace, *, batched: bool) -> list[InstalledPeer]:
@@ -42,7 +30,8 @@ def find_peers(args: argparse.Namespace, *, batched: bool) -> list[InstalledPeer
         return []  # this function returns before the import below, because the import takes time
     from megakernel.serving.bench.peers import find
 
-    return find(list(dict.fromkeys(args.vs)), args.llama_bench, batched=batched)
+    names = [name for given in args.vs or () for name in given.split(",")]
+    return find(list(dict.fromkeys(names)), args.llama_bench, batched=batched)
 
 
 @contextmanager

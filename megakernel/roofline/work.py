@@ -126,9 +126,7 @@ def _link_bytes(split: Split, rows: int, logit_rows: int) -> float:
     Each of the four sends (Y - 1) / Y of `rows` rows of the hidden size. Two options change this. With a replicated O
     projection, there is no first reduction. Instead, each rank sends its own heads of a row, 1 / Y of the row, to the
     row's owner. With a replicated residual, there are no gathers, and the two reductions send their rows to every rank.
-
-    In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample.
-    """
+    In addition, logit rows are gathered, and their float32 logits are sent to the ranks that sample."""
     others = (split.tp - 1) / split.tp
     copies = split.tp if split.replicated_residual else 1
     gathers = 0 if split.replicated_residual else 1

@@ -247,18 +247,13 @@ GPT_OSS = Family(
     only={"swiglu_alpha": (GATE_SLOPE,), "swiglu_limit": (GATE_LIMIT,)},
     read=read_gpt_oss,
     keys="initial_context_length",
-    defaults={
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "head_dim": 64,
+    defaults={"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
+    | {
         "rope_scaling": {
             "rope_type": "yarn",
             "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 4096,
-        },
+        }
     },
 )
