@@ -8,9 +8,11 @@ import logging
 import sys
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from megakernel.serving.server.errors import APIError
+from megakernel.serving.server.writer import HALF_CLOSED, PROBE_SECONDS
 
 # Maximum bytes of a request's header: its request line and all header fields.
 _MOST_HEAD = 1 << 16
@@ -56,6 +58,23 @@ class HttpProtocol(HttpToolsProtocol):
         super().shutdown()
         if sent and self.transport.is_closing():
             self.loop.call_later(_TLS_END, self.transport.abort)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer a client that has only closed its writing side, and then close the connection."""
+        cycle = self._answering
+        if cycle is None or cycle.response_complete or cycle.scope["http_version"] != "1.1" or self.scheme == "https":
+            return False
+        cycle.keep_alive = False
+        cycle.scope[HALF_CLOSED] = True  # type: ignore[literal-required]
+        self._probe(cycle)
+        return True
+
+    def _probe(self, cycle: RequestResponseCycle) -> None:
+        """Send an interim answer from time to time until the answer begins. If the client has left, its system replies
+        with a reset, without which the server would not notice. Event streams send comments instead."""
+        if not (cycle.response_started or self.transport.is_closing()):
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(PROBE_SECONDS, self._probe, cycle)
 
     def data_received(self, data: bytes) -> None:
         # Hide the timer from uvicorn's own method, which would cancel it at the first byte of a header.
@@ -118,6 +137,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
@@ -134,3 +155,24 @@ class HttpProtocol(HttpToolsProtocol):
             head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> Any:
+    """Wrap the application for an HTTP/1.0 request, whose client does not know chunked bodies. A body of unknown length
+    is sent as it is, and the end of the connection marks its end."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        sized = True
+
+        async def send_plain(message: Message) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = None if sized else False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return answer

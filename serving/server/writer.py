@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyReason = Literal["stop", "length", "tool_calls"]
 DIRECT = "megakernel.send"  # key of the ASGI scope for the server's own `send`, which bypasses all middleware
+HALF_CLOSED = "megakernel.half_closed"  # key of the scope that says that the client has stopped sending
+PROBE_SECONDS = 0.5  # between two writes that show whether a client that has stopped sending is still there
 SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
 WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -367,7 +369,7 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         last, chunks = b"", self._writer.chunks()
-        beside = asyncio.ensure_future(self._fill_silence(send))
+        beside = asyncio.ensure_future(self._fill_silence(scope, send))
         try:
             self._waits = True
             part: bytes | None = await self._timed(anext(chunks))
@@ -387,11 +389,13 @@ class EventStream(Response):
             beside.cancel()
         await send({"type": "http.response.body", "body": last + self._writer.last, "more_body": False})
 
-    async def _fill_silence(self, send: Send) -> None:
+    async def _fill_silence(self, scope: Scope, send: Send) -> None:
         filler = WAITING if REPLAYED.get() else self._writer.filler
         while True:
-            before = self._parts
-            await asyncio.sleep(SILENCE)
+            before, silent = self._parts, 0.0
+            while silent < (PROBE_SECONDS if HALF_CLOSED in scope else SILENCE):
+                await asyncio.sleep(min(PROBE_SECONDS, SILENCE))
+                silent += PROBE_SECONDS
             if self._parts == before and self._waits:
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 

@@ -1,6 +1,7 @@
 """HTTP connections: protocols, methods and headers that clients use, and clients that send without reading."""
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +63,16 @@ def test_head_is_get_without_the_body(live: Live, path: str) -> None:
     assert nothing == b"" and head.split(b"\r\n")[0] == same.split(b"\r\n")[0]
     names = [[line.partition(b":")[0] for line in lines.split(b"\r\n")] for lines in (head, same)]
     assert names[0] == names[1]
+
+
+def test_an_old_client_gets_no_chunks(live: Live) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": True}).encode()
+    head, _, text = live.said(post(body, version="1.0")).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower() and b"connection: close" in head.lower()
+    assert text.startswith(b"data: {") and text.endswith(b"\n\ndata: [DONE]\n\n")
+    head, _, text = live.said(post(version="1.0")).partition(b"\r\n\r\n")
+    assert f"content-length: {len(text)}".encode() in head and json.loads(text)["usage"]["completion_tokens"] == 2
+    assert b"chunked" in live.said(post(body, CLOSE))
 
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip", "Identity", ""])
@@ -141,6 +152,17 @@ def test_a_client_that_only_sends_is_stopped(live: Live, monkeypatch: pytest.Mon
     assert most == protocol._MOST_WAITING and text.count(b"HTTP/1.1 200 OK") <= most + 1
     assert live.request("GET", "/health")[0] == 200
     until(lambda: not live.server.server_state.connections)
+
+
+@pytest.mark.parametrize("stream, late", [(False, False), (True, False), (True, True)])
+def test_a_client_that_stops_sending_is_answered(live: Live, stream: bool, late: bool) -> None:
+    live.host.on_step.append(lambda step, seconds: time.sleep(0.002))
+    with live.connect(post(json.dumps({"prompt": "x", "max_tokens": 99, "stream": stream}).encode())) as sock:
+        file = sock.makefile("rb")
+        head = file.readline() if late else b""
+        sock.shutdown(socket.SHUT_WR)
+        text = head + file.read()
+    assert b"HTTP/1.1 200 OK" in text and b'"finish_reason":"length"' in text
 
 
 def test_a_client_that_leaves_a_silent_stream_is_noticed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
