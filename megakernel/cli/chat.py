@@ -6,17 +6,21 @@ import argparse
 import io
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MegakernelError
-from ..settings import SETTINGS
 from . import FAILED, on_interrupt, output
 from .options import MODEL_RUN, open_llm, verb
 
 if TYPE_CHECKING:
-    from .chat_models import Messages, Partner
+    from megakernel.serving import LLM, SamplingParams
+    from megakernel.serving.server.client import Token
+
+Messages = list[dict[str, str]]
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 _COMMAND = re.compile(r"/[a-z]+")
@@ -28,8 +32,6 @@ _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "�")
 
 _FLAGS = """
 speculate generation_config
---base-url | url | - | talk to the server at this address; flags that say how to run a model here are then ignored
---api-key | key | - | the API key of the server at --base-url
 --temperature | x | (the model's, else 1) | 0 is greedy
 --max-tokens | count | (the context's end) | end an answer after this many tokens
 """
@@ -37,30 +39,93 @@ speculate generation_config
 
 @verb("chat", _FLAGS, MODEL_RUN)
 def run(args: argparse.Namespace) -> int:
-    from .chat_models import LocalModel, RemoteModel
+    from megakernel.serving import SamplingParams
 
-    with ExitStack() as open_:
-        if args.base_url is not None:
-            named = None if args.model == SETTINGS["model"].value() else args.model
-            partner: Partner = RemoteModel(args.base_url, named, args.api_key, args.temperature)
-        else:
-            from megakernel.serving import SamplingParams
-
-            # SamplingParams checks the temperature. A wrong value should fail before the model is loaded.
-            given = {} if args.temperature is None else {"temperature": args.temperature}
-            SamplingParams(**given)
-            llm = open_.enter_context(open_llm(args, max_num_seqs=1))
-            partner = LocalModel(llm, SamplingParams(**{"max_tokens": None, **llm.sampling, **given}))
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # a pipe may contain any bytes
+    # SamplingParams checks the temperature. A wrong value should fail before the model is loaded.
+    given = {} if args.temperature is None else {"temperature": args.temperature}
+    SamplingParams(**given)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a pipe may contain any bytes
+    with open_llm(args, max_num_seqs=1) as llm:
+        partner = _Partner(llm, SamplingParams(**{"max_tokens": None, **llm.sampling, **given}))
         return _Talk(partner, args.max_tokens, args.json).run()
+
+
+@dataclass
+class _Answer:
+    """The part of an answer that has been generated so far."""
+
+    tokens: int = 0
+    finish_reason: str | None = "stopped"
+    text: str = ""
+    _moments: list[float] = field(default_factory=lambda: [perf_counter()])  # when it began, and when each piece came
+
+    def add(self, text: str) -> None:
+        self.text += text
+        self._moments.append(perf_counter())
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self._moments[1] - self._moments[0] if self.text else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self._moments[-1] - self._moments[1]) / (self.tokens - 1) if self.text and self.tokens > 1 else None
+
+
+class _Partner:
+    """The model of the conversation. `name` is shown before the first message."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self.name, self._llm, self._params = llm.model, llm, params
+        llm.get_tokenizer()  # raises an error if the model has no tokenizer
+
+    def count(self, messages: Messages) -> tuple[int, int]:
+        """Return the number of tokens of the conversation, and the context's maximum for the conversation and its
+        answer together."""
+        return len(self._llm.chat_ids(messages)), self._llm.engine.dims.bucket.max_context
+
+    def reply(self, messages: Messages, answer: _Answer, show: Callable[[str], None], max_tokens: int) -> None:
+        """Answer the last message. Each piece of text is added to `answer` and passed to `show` when it arrives. If
+        Ctrl-C (KeyboardInterrupt) ends the answer, `answer` keeps the pieces so far."""
+        reader = self._llm.codec.reader(None)
+
+        def take(token: Token, text: str) -> None:
+            answer.tokens += 1
+            text = reader.content(text, token.finish_reason) if reader else text
+            answer.add(text)
+            show(text)
+
+        ids = self._llm.chat_ids(messages)
+        params = replace(self._params, max_tokens=max_tokens, skip_special_tokens=reader is None)
+        with _interrupted_between_steps() as check:
+            [result] = self._llm.generate([ids], params, on_token=take, on_step=lambda _: check())
+        answer.finish_reason = result.finish_reason
+
+
+@contextmanager
+def _interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Delay Ctrl-C in the `with` block, so that no step of the engine is interrupted. The block calls the yielded
+    function between two steps. If Ctrl-C was pressed, the function raises KeyboardInterrupt."""
+    asked = False
+
+    def note(*_: object) -> None:
+        nonlocal asked
+        asked = True
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    with on_interrupt(note):
+        yield check
 
 
 class _Talk:
     """A conversation with a model. If standard input is a terminal, the user types the messages, and Ctrl-C ends the
     current answer. Otherwise, each input line is a message, and Ctrl-C ends the program."""
 
-    def __init__(self, partner: Partner, max_tokens: int | None, as_json: bool) -> None:
+    def __init__(self, partner: _Partner, max_tokens: int | None, as_json: bool) -> None:
         self._partner, self._max_tokens, self._as_json = partner, max_tokens, as_json
         self._typed = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self._shown = sys.stderr if as_json else sys.stdout
@@ -125,10 +190,8 @@ class _Talk:
 
     def _turn(self, text: str) -> None:
         """Send one message and show its answer. If no text arrives, the message is removed from the conversation."""
-        from .chat_models import PartialAnswer
-
         self._messages.append({"role": "user", "content": text})
-        answer = PartialAnswer()
+        answer = _Answer()
         try:
             with self._interruptible():
                 room = self._fit()
@@ -149,21 +212,20 @@ class _Talk:
             self._answers.append(figures)
             output.stderr.print(output.speed(**figures).translate(_CONTROLS), style="dim")
 
-    def _fit(self) -> int | None:
+    def _fit(self) -> int:
         """Leave out the oldest messages until the remaining ones and an answer fit into the model's context. Return the
-        maximum number of tokens of the answer, or None if there is no limit."""
-        if (found := self._partner.count(self._messages)) is None:
-            return self._max_tokens
+        maximum number of tokens of the answer."""
+        tokens, context = self._partner.count(self._messages)
         before = len(self._messages)
-        while found[0] > found[1] * (1 - _KEPT_FOR_ANSWERS) and len(self._messages) > 1:
+        while tokens > context * (1 - _KEPT_FOR_ANSWERS) and len(self._messages) > 1:
             del self._messages[:2]
-            found = self._partner.count(self._messages) or found
+            tokens, _ = self._partner.count(self._messages)
         if gone := before - len(self._messages):
-            output.stderr.print(f"The context of {found[1]} tokens is full: the oldest {gone} messages are left out.")
-        room = found[1] - found[0]
+            output.stderr.print(f"The context of {context} tokens is full: the oldest {gone} messages are left out.")
+        room = context - tokens
         if room < 1:
             raise MegakernelError(
-                f"a message of {found[0]} tokens leaves no room for an answer in the context of {found[1]}: shorten it"
+                f"a message of {tokens} tokens leaves no room for an answer in the context of {context}: shorten it"
             )
         return min(self._max_tokens or room, room)
 

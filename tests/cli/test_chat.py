@@ -1,5 +1,4 @@
-"""Tests `megakernel chat` with input from a pipe and from a terminal, with a server, and with conversations that exceed
-the context."""
+"""Tests `megakernel chat` with input from a pipe and from a terminal, and conversations that exceed the context."""
 
 import io
 import json
@@ -9,28 +8,16 @@ import re
 import select
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from api_support import Live, serving
 from commands import Cli, command
-from fake_openai import DEEP, HOSTILE, answering, whole
 
-from megakernel import LLM
 from megakernel.cli import chat as chat_verb
 from megakernel.errors import MegakernelError
-from megakernel.serving.server.limits import AccessRules
-
-
-@pytest.fixture(scope="module")
-def live(model: str) -> Iterator[Live]:
-    access = AccessRules(keys=("k",))
-    with LLM(model, backend="cpu", max_context=512, max_num_seqs=2) as llm, serving(llm, access=access) as server:
-        server.host.on_step.append(lambda step, seconds: time.sleep(0.02))
-        yield server
 
 
 def chat(cli: Cli, monkeypatch: pytest.MonkeyPatch, said: bytes, *flags: str) -> tuple[int, str, str]:
@@ -51,15 +38,13 @@ def test_each_line_of_a_pipe_is_a_message(cli: Cli, monkeypatch: pytest.MonkeyPa
     assert status == 0 and out[:half] == out[half:]  # nothing is remembered
 
 
-def test_the_oldest_messages_are_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str, live: Live) -> None:
+def test_the_oldest_messages_are_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     here = ("--model", model, "--max-model-len", "512")
-    there = ("--base-url", f"{live.url}/v1", "--api-key", "k")
     said = b"".join(b"%d" % n + b"x" * 150 + b"\n" for n in range(4))
-    for flags in (here, there):
-        status, out, err = chat(cli, monkeypatch, said, *flags, "--max-tokens", "3", "--json")
-        left = [m["content"][0] for m in json.loads(out)["messages"] if m["role"] == "user"]
-        assert status == 0 and left == ["2", "3"], err
-        assert err.count("The context of 512 tokens is full: the oldest 2 messages are left out.") == 2
+    status, out, err = chat(cli, monkeypatch, said, *here, "--max-tokens", "3", "--json")
+    left = [m["content"][0] for m in json.loads(out)["messages"] if m["role"] == "user"]
+    assert status == 0 and left == ["2", "3"], err
+    assert err.count("The context of 512 tokens is full: the oldest 2 messages are left out.") == 2
     status, out, err = chat(cli, monkeypatch, b"y" * 600 + b"\nz\n", *here, "--max-tokens", "3", "--json")
     assert status == 1 and "leaves no room for an answer in the context of 512" in err
     assert json.loads(out)["messages"][0]["content"] == "z"
@@ -76,43 +61,9 @@ def test_an_answer_may_have_the_last_token_of_the_context(tokens: int, room: int
             talk._fit()
 
 
-def test_errors_of_a_server_are_its_own(cli: Cli, monkeypatch: pytest.MonkeyPatch, live: Live) -> None:
-    cases: list[tuple[tuple[str, ...], str]] = [
-        (("--base-url", live.url), "the server says: the API key is missing or wrong"),
-        (("--base-url", live.url, "--api-key", "k", "--model", "other"), "the server says: the model 'other' is not"),
-        (("--base-url", live.url, "--api-key", "k", "--temperature", "9"), "the server says: temperature must be"),
-        (("--base-url", "http://127.0.0.1:1"), "http://127.0.0.1:1 does not answer: "),
-        (("--base-url", "ftp://x"), "is not an http:// or https:// address"),
-        (("--temperature", "-1"), "temperature"),
-    ]
-    for flags, why in cases:
-        status, out, err = chat(cli, monkeypatch, b"hello\n", *flags)
-        assert status == 1 and why in err and "Traceback" not in err and not out, (flags, out, err)
-
-
-def test_a_redirection_is_not_followed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another server must not get the key."""
-    with answering(whole(b"moved", "302 Found\r\nLocation: http://127.0.0.1:1/")) as url:
-        status, out, err = chat(cli, monkeypatch, b"hello\n", "--base-url", url, "--api-key", "k")
-    assert status == 1 and not out and "the server says: moved" in err, err
-
-
-MODELS = whole(b'{"data":[{"id":"m"}]}')
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_server_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    first, endless = HOSTILE[name]
-    with answering(MODELS, whole(b"{}", "404 X"), first, endless=endless) as url:
-        status, out, err = chat(cli, monkeypatch, b"hello\n", "--base-url", url)
-    assert status == 1 and not out and err.count("\n") == 1 and err.startswith("megakernel: error: "), err
-    assert len(err) < 1000 and err[:-1].isprintable()
-
-
-@pytest.mark.parametrize("models", [b"{}", b"[]", b'{"data":"x"}', b'{"data":[{"id":7}]}', b'{"data":[]}', DEEP])
-def test_a_hostile_list_of_models_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, models: bytes) -> None:
-    with answering(whole(models)) as url:
-        assert "names no model" in chat(cli, monkeypatch, b"hello\n", "--base-url", url)[2]
+def test_a_wrong_temperature_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, err = chat(cli, monkeypatch, b"hello\n", "--temperature", "-1")
+    assert status == 1 and "temperature" in err and "Traceback" not in err and not out
 
 
 class Terminal:
@@ -174,10 +125,8 @@ def _takes_terminal() -> None:
     os.close(os.open(os.ttyname(0), os.O_RDWR))
 
 
-@pytest.mark.parametrize("where", ["here", "at a server"])
-def test_ctrl_c_ends_an_answer_and_ctrl_d_the_program(where: str, model: str, live: Live) -> None:
-    flags = ["--model", model] if where == "here" else ["--base-url", live.url, "--api-key", "k"]
-    terminal = Terminal("chat", *flags)
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_program(model: str) -> None:
+    terminal = Terminal("chat", "--model", model)
     try:
         terminal.until("> ")
         terminal.ask("one")
@@ -208,7 +157,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ctrl_c_between_answers_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     # A model raises this when its signal handler has seen Ctrl-C.
-    model = Mock(count=Mock(return_value=None), reply=Mock(side_effect=KeyboardInterrupt))
+    model = Mock(count=Mock(return_value=(1, 9)), reply=Mock(side_effect=KeyboardInterrupt))
     talk = chat_verb._Talk(model, None, False)
     monkeypatch.setattr(talk, "_typed", True)
     monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
