@@ -20,8 +20,8 @@ workers take these instructions from the queue in order, by `drain` instructions
 messages, the instructions of queues are numbered after those of streams.
 
 With more than one rank, a program ends in a barrier: the last instruction of every stream waits until all other work of
-every rank is done. This separates launches, on which docs/proof.md relies. Otherwise, the next launch could
-overwrite data that a slower rank still needs, or add to a counter for which this rank still waits.
+every rank is done. This separates launches, and scheduler/verify/proof.py relies on it. Otherwise, the next launch
+could overwrite data that a slower rank still needs, or add to a counter for which this rank still waits.
 """
 
 from __future__ import annotations

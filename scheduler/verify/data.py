@@ -1,5 +1,10 @@
 """Fourth stage of the verifier: does each access to a buffer come after the accesses that it must follow?
-docs/proof.md defines the required order. Copies of a buffer on two ranks are two places."""
+
+A step means the same as running the program's phases (operations) one after another: the prologue, then the body once
+per layer, then the epilogue. So for each region of each rank's copy of a buffer, the following must hold. No phase
+writes an element twice. A value that a phase reads was written by the last earlier phase that writes the buffer. A read
+comes after that write. A write comes after the previous write and after all reads of the previous value. "After" means
+that the later access begins when the earlier access has ended."""
 
 from __future__ import annotations
 

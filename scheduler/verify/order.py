@@ -2,8 +2,19 @@
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
 reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. The events of a
-stream begin in order and end in order, but an event may begin before the previous one ends. docs/proof.md explains the
-three kinds of virtual events: `item`, `read` and `begin`."""
+stream begin in order and end in order, but an event may begin before the previous one ends. Virtual
+events stand for work that the step table, the inputs of a step, gives to different instructions in each step:
+
+item    the attention of one row block and KV-head group, in one layer and on one rank. It begins when the counters
+        are complete for which attention instructions wait. When it ends, it signals the counter of its row block. This
+        signal proves only that this item has ended, because of several instructions that divide the KV blocks of a row
+        among themselves, only the last to end signals.
+read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
+        counter.
+
+A third kind serves only the proof that there is no deadlock. A `begin` means that a worker reaches a `drain`, the
+instruction that runs a queue's instructions. The event of the `drain` itself is that the worker leaves it, after as
+many of the queue's records as its operand named `end` says."""
 
 from __future__ import annotations
 

@@ -22,7 +22,44 @@ data      Each read begins after the end of the write that it needs. Each overwr
           is ordered after the queue's records only if it waits for their counters.
 epochs    With several ranks, every stream ends after all work of all ranks, so launches never overlap.
 
-docs/proof.md explains why checking three layers and one launch is enough."""
+Overlap. A worker begins its instructions in order and ends them in order, but may begin any number of them before the
+first one ends. So two accesses of the same data need a counter between them even on one worker. The graph has these
+edges. From the end of an instruction, edges lead to the ends of later instructions of its stream and to the counters
+that the instruction signals. From a counter, they lead to the begins of the instructions that wait for the counter.
+From a begin, they lead to later begins of the stream. Overlap cannot cause a deadlock. To see this, take all begins and
+ends in an order that program order and counters allow. The first of them that has not happened has everything that it
+waits for, so it can happen.
+
+Queues. The records of a queue are claimed in order, by any worker whose drain covers them, once that worker has started
+everything before the drain. No claim can block forever. To see this, take all events in an order with two properties. A
+record follows the previous record of its queue and the begins of all drains that may claim the record. A worker leaves
+a drain after all records that the drain covers. The first event in this order that has not happened can happen. If it
+is a record, then all earlier records of the queue are finished, and every drain that may claim the record has been
+reached. If a worker has claimed the record, that worker runs it; otherwise any worker at one of these drains is free to
+claim it.
+
+Experts. A table that the step itself writes says which experts have which rows. An instruction's declared regions have
+a place for every expert, so the proof holds for every table (megakernel/isa/operations/experts.py).
+
+Three layers prove any number of layers. The body, the instructions of one layer, runs once per layer. Each run waits
+only for counters of its own block and signals only its own block and the next one. So an edge never leads to an earlier
+layer. (The prologue counts with layer 0, the epilogue with the last block.) A cycle therefore lies inside the prologue
+and layer 0, inside one later layer, or inside the epilogue. All layers after the first have the same edges. A path
+between events of layers l and l + 1 stays in these two layers. So for l >= 1, such a path exists for every l or for
+none. Every layer writes the same elements, so two accesses of an element without a write between them are at most one
+layer apart. So if neighbouring layers are ordered, all accesses of an element are ordered. The only exception is data
+that the prologue writes and every layer reads: its reader in layer 0 must follow the write, and each later reader must
+follow the same reader one layer earlier. The partial results of split attention belong to one (row, KV head). So the
+order of items in successive layers, proved for ATTN, also orders the partial results.
+
+One launch proves any number of launches. The host (with one rank) or the exit barrier (with several ranks) separates
+launches. Everything that a stream does in launch k + 1 comes after everything that any rank does in launch k. The only
+exceptions are joins at the end of a stream, which only wait for conditions that stay true. So when an instruction of
+launch k + 1 begins, every counter has exactly k times its total, and every queue has been claimed exactly k times its
+length. The last item of every split has reset its count, SPLITS, to 0, and all reads of launch k are done. Launch k + 1
+finds the same state as launch 1, and its waits, for k + 1 times the total, need all of its own arrivals. An aborted
+launch may stop anywhere. The backend then ends all workers of all ranks and resets counters, claims and SPLITS to 0,
+the state before launch 1. Activations need no reset, because nothing reads what its launch did not write."""
 
 from __future__ import annotations
 
