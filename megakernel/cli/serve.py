@@ -285,7 +285,7 @@ def _ready(as_json: bool, address: str, name: str, llm: LLM) -> None:
         (
             "KV cache",
             f"{kv_tokens:,} tokens in {facts['kv_cache']}: {kv_tokens // dims.bucket.max_context} sequences of"
-            f" {dims.bucket.max_context:,}, {dims.bucket.max_seqs} at once",
+            f" {dims.bucket.max_context:,}, or up to {dims.bucket.max_seqs} shorter ones",
         ),
         *([] if path_only else [("chat", f"{address}/chat")]),
     )

@@ -83,8 +83,8 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def ceilings(self) -> Ceilings:
         times = "once" if self.probes == 1 else f"{self.probes} times"
         warning = (
-            f"other programs used {self.others or 0:.0%} of this machine's cores while its highest speeds were"
-            " measured, so the limits may be too low: run megakernel doctor when the machine is idle"
+            f"other programs used {self.others or 0:.0%} of this machine's cores in the quietest measurement of its"
+            " highest speeds, so the limits may be too low: run megakernel doctor when the machine is idle"
         )
         return Ceilings(
             self.read_bytes_per_s,

@@ -147,7 +147,11 @@ def _overlap(s: Summary) -> Table:
     path = s.critical_path
     table = Table.grid(padding=(0, 2))
     rows = (
-        ("workers busy", percent(s.busy), f"waiting {percent(s.wait)}, imbalance {percent(s.imbalance)}"),
+        (
+            "workers busy",
+            percent(s.busy),
+            f"waiting {percent(s.wait)}, busiest {1 + s.imbalance:.2f} times the mean",
+        ),
         ("loads hidden", percent(s.overlap.inside_worker), "of load time before its own compute, hidden by other work"),
         ("loads under compute", percent(s.overlap.loads_under_compute), "of load time, its own compute included"),
         ("memory under compute", percent(s.overlap.across_workers), "of memory-bound time, beside compute-bound work"),

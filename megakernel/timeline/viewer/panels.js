@@ -64,7 +64,7 @@ function summaryOf(source) {
       [seconds(s.step_s), "per step", "last end − first begin, mean over launches"],
       [percent(s.busy), "workers busy", `COMPUTE or STORE, or a LOAD outside a wait; mean over workers. COMPUTE alone: ${percent(s.computing)}`],
       [percent(s.wait), "workers waiting", "counter or page waits without COMPUTE or STORE; mean over workers"],
-      [percent(s.imbalance), "imbalance", "busiest worker ÷ mean − 1"]),
+      [`${(1 + s.imbalance).toFixed(2)} ×`, "busiest worker ÷ mean", "busy time of the busiest worker ÷ mean busy time"]),
     numbers("Overlap",
       [percent(o.phases), "phases overlapping", "time in which workers compute instructions of two or more (layer, phase) ÷ time in which some worker computes"],
       [percent(o.inside_worker), "loads hidden", "LOAD time before the load's own instruction computes: the part during waits or another COMPUTE ÷ all of it"],
