@@ -59,11 +59,6 @@ class Step:
         """The number of tokens that the step computed for each of its sequences."""
         return self.part.turns.count.tolist()  # type: ignore[no-any-return]
 
-    @property
-    def contexts(self) -> list[int]:
-        """The number of tokens of each sequence in the KV cache after the step."""
-        return (self.part.start + self.part.turns.count).tolist()  # type: ignore[no-any-return]
-
 
 @dataclass
 class _Running:

@@ -28,9 +28,9 @@ class Totals:
 
     def add(self, step: Step, wall_s: float) -> None:
         """Add a step that took `wall_s` seconds."""
-        split = step.program.dims.split
-        logit_rows = len(step.part.turns.chunk)
-        work = step_work(step.program.forward, split, step.rows, step.contexts, logit_rows, tied=self.tied)
+        split, turns = step.program.dims.split, step.part.turns
+        contexts = (step.part.start + turns.count).tolist()  # tokens of each sequence in the KV cache after the step
+        work = step_work(step.program.forward, split, step.rows, contexts, len(turns.chunk), tied=self.tied)
         self.steps += 1
         self.wall_s += wall_s
         self.bound_s += bound(work, self.ceilings)

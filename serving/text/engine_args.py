@@ -13,13 +13,6 @@ from megakernel.settings import SETTINGS
 _STEP_TOKENS = 512  # also in the help of --max-num-batched-tokens
 # Two names of vLLM are long, so each has a short form here.
 _SHORT = {"tp": "tensor_parallel_size", "max_context": "max_model_len"}
-# Names that earlier versions had, with the names that replaced them.
-_FORMER = {
-    "max_seqs": "max_num_seqs",
-    "step_tokens": "max_num_batched_tokens",
-    "prefix_cache": "enable_prefix_caching",
-    "grammar_bytes": "max_grammar_bytes",
-}
 # Arguments of vLLM that change no result: they say, for example, how a step is launched or what is reported.
 _HARMLESS = {
     *("trust_remote_code", "gpu_memory_utilization", "enforce_eager", "disable_log_stats", "swap_space"),
@@ -72,14 +65,11 @@ class EngineArgs:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> EngineArgs:
         """Make an object from keyword arguments, which may include vLLM's other arguments if they change no result.
-        Raises MegakernelError for an argument that does not exist. For an argument's former name, the error says the
-        new name."""
+        Raises MegakernelError for an argument that does not exist, with the names of those that do."""
         defaults = {field.name: field.default for field in fields(cls)}
         own: dict[str, Any] = {}
         for name, value in given.items():
             name = _SHORT.get(name, name)
-            if name in _FORMER:
-                raise MegakernelError(f"the argument {name} was renamed: use {_FORMER[name]}")
             if name in defaults:
                 if value not in (None, defaults[name]) and own.setdefault(name, value) != value:
                     raise MegakernelError(f"{name} is given twice, as {own[name]!r} and as {value!r}: leave one out")

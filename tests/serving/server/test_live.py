@@ -33,7 +33,8 @@ def test_totals_sum_the_steps() -> None:
     steps = [engine.step() for _ in range(5)]
     for step in steps:
         totals.add(step, 0.5)
-    works = [step_work(s.program.forward, s.program.dims.split, s.rows, s.contexts, len(s.sequence)) for s in steps]
+    given = ((s.program, s.rows, (s.part.start + s.rows).tolist(), len(s.sequence)) for s in steps)
+    works = [step_work(program.forward, program.dims.split, *more) for program, *more in given]  # type: ignore[arg-type]
     assert (totals.steps, totals.wall_s, totals.rows) == (5, 2.5, sum(sum(s.rows) for s in steps))
     assert totals.bound_s == pytest.approx(sum(bound(work, CEILINGS) for work in works))
     assert (totals.flops, totals.bytes) == (sum(w.flops for w in works), sum(w.bytes for w in works))
