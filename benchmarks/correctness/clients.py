@@ -145,8 +145,8 @@ class Cases:
 
     def refusals_by_name(self) -> None:
         cases: list[tuple[dict[str, Any], str]] = [
-            ({"extra_body": {"guided_regex": "(a"}}, "unclosed group"),
-            ({"extra_body": {"guided_json": {"type": "strin"}}}, "strin"),
+            ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "unclosed group"),
+            ({"extra_body": {"structured_outputs": {"json": {"type": "strin"}}}}, "strin"),
             ({"tool_choice": "required"}, "tool_choice needs tools"),
             ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "none of the tools"),
         ]
@@ -159,22 +159,22 @@ class Cases:
                 raise AssertionError(f"the server did not refuse the request {given}")
 
     def vllm_example(self) -> None:
-        """Test the example of structured outputs in vLLM's documentation, with the present and former field names."""
+        """Test the example of structured outputs in vLLM's documentation."""
         schema = Person.model_json_schema()
         mail = r"[a-z0-9.]{1,20}@[a-z]{2,10}\.com\n"
         forms = {"choice": ["positive", "negative"], "regex": mail, "json": schema, "grammar": SQL}
         for name, form in forms.items():
-            for extra in ({"structured_outputs": {name: form}}, {f"guided_{name}": form}):
-                answer = self._ask(extra_body=extra, stop=["\n"] if name == "regex" else None).choices[0]
-                text = answer.message.content
-                assert answer.finish_reason == "stop", (extra, text)
-                if name == "choice":
-                    assert text in forms["choice"], text
-                elif name == "json":
-                    Person.model_validate_json(text)
-                else:
-                    wanted = mail[:-2] if name == "regex" else "SELECT [a-z_]+(,[a-z_]+)? FROM [a-z_]+"
-                    assert re.fullmatch(wanted, text), text
+            stop = ["\n"] if name == "regex" else None
+            answer = self._ask(extra_body={"structured_outputs": {name: form}}, stop=stop).choices[0]
+            text = answer.message.content
+            assert answer.finish_reason == "stop", (name, text)
+            if name == "choice":
+                assert text in forms["choice"], text
+            elif name == "json":
+                Person.model_validate_json(text)
+            else:
+                wanted = mail[:-2] if name == "regex" else "SELECT [a-z_]+(,[a-z_]+)? FROM [a-z_]+"
+                assert re.fullmatch(wanted, text), text
 
     def instructor(self) -> None:
         import instructor

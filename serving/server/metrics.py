@@ -14,7 +14,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from megakernel.serving.engine.sampling import TokenIds
-from megakernel.serving.engine.scheduler import Counts
 from megakernel.serving.server.board import ENGINE_FIELDS, Board
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -123,9 +122,6 @@ class Metrics(Collector):
         numbers["usage"] = engine("pages_used") / engine("pages")
         for kind, name, what, field in _NUMBERS:
             yield _metric(kind, name, what, (self._labels if name.startswith("vllm:") else {}, numbers[field]))
-        per_step = Counts(int(engine("generated")), int(engine("turns"))).tokens_per_step
-        what = "average tokens per step and sequence since the start"
-        yield _metric(_GAUGE, "megakernel:tokens_per_step", what, (self._labels, per_step))
         cache = {"block_size": str(self._kv_page), "num_gpu_blocks": str(int(engine("pages")))}
         yield _metric(_GAUGE, "vllm:cache_config_info", "size of the KV cache", (self._labels | cache, 1))
         ends = [(self._labels | {"finished_reason": reason}, self._total(reason)) for reason in _REASONS]

@@ -298,7 +298,6 @@ class Choices(Sampled):
     """The fields that completions and chat accept."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="must equal n")] | None = None
     prompt_logprobs: TopCount | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
@@ -317,9 +316,6 @@ class Choices(Sampled):
 
     @model_validator(mode="after")
     def _choices_agree(self) -> Self:
-        # At temperature 0, all choices are the same, so the best of several is the first.
-        if self.best_of is not None and self.best_of != (self.n or 1) and self.temperature != 0:
-            raise contradiction("best_of", "best_of must equal n, because this server does not rank choices")
         if self.prompt_logprobs is not None and self.stream:
             raise contradiction("prompt_logprobs", "prompt_logprobs cannot be streamed: set stream to false")
         return self

@@ -210,7 +210,7 @@ def test_a_clock_that_jumps_changes_only_dates(live: Live, monkeypatch: pytest.M
         (COMPLETIONS, {"prompt": "a", "max_tokens": "9x"}, "max_tokens", "must be a valid integer, not '9x'"),
         (COMPLETIONS, {"prompt": "a", "temperature": 2.1}, "temperature", "must be less than or equal to 2, not 2.1"),
         (COMPLETIONS, {"prompt": "a", "top_p": 1e-40}, None, "top_p=1e-40 must be a number from 1.17549e-38 to 1"),
-        (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "must equal n"),
+        (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of", "does not rank choices"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"260": 1}}, None, "token 260 is outside the vocabulary"),
         (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop", "each of 1 to 1024 characters"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported: this server's models cannot"),

@@ -136,7 +136,6 @@ _FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 _SENT = [
     (COMPLETIONS, {"prompt": "x"}, {"max_tokens": None, "max_completion_tokens": 1, "n": 1, "best_of": 1}),
     (COMPLETIONS, {"prompt": "x"}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    (COMPLETIONS, {"prompt": "x"}, {"temperature": 0, "best_of": 3}),
     (COMPLETIONS, {"prompt": "x"}, {"max_tokens": "1", "n": "1", "temperature": "0.5", "echo": "false", "top_k": "-1"}),
     (CHAT, HELLO, {"reasoning": None, "reasoning_effort": "high", "verbosity": "low", "best_of": 1}),
     (CHAT, HELLO, {"reasoning": {"effort": "low"}, "provider": {"order": ["x"]}, "usage": {"include": True}}),
