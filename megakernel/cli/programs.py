@@ -75,7 +75,6 @@ def run_compile(args: argparse.Namespace) -> int:
             f" {bytes_text(machine.memory_bytes)}"
         )
     facts = describe(program) | {
-        "counters": program.total_counters,
         "compile_s": seconds,
         "machine": machine.name,
         "weight_bytes": needed,

@@ -53,8 +53,7 @@ def simulate(
     """
     check(program)
     check_pages(program)
-    costs = _own(program, costs or costs_of(machine))
-    work = _prepared(program, machine, table, costs)
+    work, costs = _prepared(program, machine, table, costs or costs_of(machine))
     most = _INTERVALS_PER_TASK * _launched(work) if trace else 0
     result, intervals = run(work, costs, most)
     _check(program, work, costs, result)
@@ -80,8 +79,7 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
     Raises MegakernelError as `simulate` does.
     """
-    costs = _own(program, costs_of(machine))
-    work = _prepared(program, machine, table, costs)
+    work, costs = _prepared(program, machine, table, costs_of(machine))
     layers = min(program.dims.model.layers, _SIMULATED_LAYERS)
     few = replace(work, sizes=work.sizes | {"layers": layers})
     result, _ = run(few, costs, 0, most_s, program.dims.model.layers - layers)
@@ -104,15 +102,17 @@ def _own(program: Program, costs: TaskCosts) -> TaskCosts:
     return replace(costs, window_bytes=costs.ring_bytes, ahead_bytes=0.0)
 
 
-def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> Work:
-    """Return the simulator's input. Raises MegakernelError if the machine or the costs do not fit the program."""
+def _prepared(program: Program, machine: Machine, table: StepTable, costs: TaskCosts) -> tuple[Work, TaskCosts]:
+    """Return the simulator's input, and `costs` adapted to the program. Raises MegakernelError if the machine does not
+    fit the program."""
     if program.workers != machine.workers:
         raise MegakernelError(
             f"the program needs {program.workers} workers per rank, but {machine.name} has {machine.workers}:"
             " compile it for this machine"
         )
     assert 1 <= costs.claim_in_flight <= costs.in_flight <= _MOST_IN_FLIGHT
-    return make_work(program, table, costs)
+    costs = _own(program, costs)
+    return make_work(program, table, costs), costs
 
 
 def _launched(work: Work) -> int:

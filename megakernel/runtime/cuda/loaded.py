@@ -216,13 +216,12 @@ class Loaded:
         self._synchronises = True
         self._heap = heap
         self._generation = heap.generation
-        sizes = {
-            "counter_values": (program.dims.model.layers + 1) * program.counters,
-            "claims": program.dims.model.layers * program.rank_queues,
+        zeros = {
+            "counter_values": np.zeros(program.total_counters, np.int32),
+            "claims": np.zeros(program.dims.model.layers * program.rank_queues, np.int32),
         }
-        zeros = {name: np.zeros(n, np.int32) for name, n in sizes.items()}
         self._own = [Tables(heap.node.gpu(rank), zeros) for rank in range(program.ranks)]
-        pointers = {name: [own[name] for own in self._own] for name in sizes}
+        pointers = {name: [own[name] for own in self._own] for name in zeros}
         self.grids = [Grid(heap, program, gpu, ranks, pointers) for gpu, ranks in heap.node.grids()]
 
     @property

@@ -35,14 +35,11 @@ class Tracing:
 
     def prepare(self, grid: Grid, program: Program) -> None:
         """Give the next launch on a GPU empty memory for its intervals."""
-        capacity, blocks = _capacity(program), grid.blocks
-        address, have_blocks, have = self._memory.get(grid.gpu.ordinal, (0, 0, 0))
-        if blocks > have_blocks or capacity > have:
-            blocks, capacity = max(blocks, have_blocks), max(capacity, have)
+        address, *have = self._memory.get(grid.gpu.ordinal, (0, 0, 0))
+        blocks, capacity = max(grid.blocks, have[0]), max(_capacity(program), have[1])
+        if [blocks, capacity] != have:
             address = self._heap.keep(grid.gpu, blocks * (capacity * DTYPE.itemsize + 4 + 8 * CLOCK_STAMPS))
             self._memory[grid.gpu.ordinal] = address, blocks, capacity
-        else:
-            blocks, capacity = have_blocks, have
         p = grid.params
         p.trace, p.trace_capacity = address, capacity
         p.clocks = address + blocks * capacity * DTYPE.itemsize
