@@ -211,11 +211,9 @@ def _ggml(path: Path, facts: dict[str, Any], **more: Any) -> Tokenizer | None:
 
 def _special(folder: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return the special tokens that chat templates can use: texts by name, such as `bos_token`, and lists of texts
-    by name. They are in `special_tokens_map.json` and in the tokenizer's configuration.
-
-    If both files have a name, `special_tokens_map.json` takes precedence, as in transformers. But if the configuration
-    has the key `added_tokens_decoder`, the configuration takes precedence.
-    """
+    by name. They are in `special_tokens_map.json` and in the tokenizer's configuration. If both files have a name,
+    `special_tokens_map.json` takes precedence, as in transformers, unless the configuration has the key
+    `added_tokens_decoder`."""
     mapped = _optional(folder, "special_tokens_map.json")
     config = {name: value for name, value in config.items() if value is not None}
     both = {**mapped, **config} if "added_tokens_decoder" in config else {**config, **mapped}

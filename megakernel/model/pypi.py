@@ -25,8 +25,7 @@ from pathlib import Path
 from ..errors import MegakernelError
 from ..settings import cache_folder
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) while a download runs."""
+Progress = Callable[[int, int], None]  # called with (bytes done, bytes in all) while a download runs
 
 _PYPI = "https://pypi.org/simple"
 _TIMEOUT_S = 60
