@@ -320,8 +320,8 @@ class Engine {
       const bool reads_late = task.read_bytes > 0 && !run.read_ahead;
       const double queue_s = devices_[w.rank].queue_s(now_);
       const double prepared = std::max(w.compute_end, run.fetched) + task.prepare_s;
-      run.begin = std::max(now_, task.prepare_s > 0 ? prepared + queue_s : 0.0) +
-                  (task.start_s > 0 ? task.start_s + queue_s : 0.0);
+      run.begin = std::max(now_, prepared + (task.accessing & 1 ? queue_s : 0.0)) + task.start_s +
+                  (task.accessing & 2 ? queue_s : 0.0);
       if (task.weight_bytes > 0 || run.read_ahead)
         run.begin = std::max(run.begin, run.head_begin + c_.latency_s);
       if (reads_late) run.begin = std::max(run.begin, run.body_begin + c_.latency_s + queue_s);
@@ -347,7 +347,7 @@ class Engine {
             run.body_end > run.body_begin ? std::max(run.body_end, run.head_end) : run.head_end;
         run.end = std::max(run.end, last + c_.latency_s + task.tail_s);
       }
-      if (task.end_s > 0) run.end += task.end_s + devices_[w.rank].queue_s(now_);
+      run.end += task.end_s + (task.accessing & 4 ? devices_[w.rank].queue_s(now_) : 0.0);
       return true;
     }
     if (!reached(w, run.end)) return false;

@@ -41,8 +41,8 @@ struct Task {
   double ask_s;         // time that the slower of the two loader warps needs to issue all loads
   double compute_s;
   double tail_s;  // compute time after the last bytes have arrived
-  // Fixed times, which include small accesses to memory: before inputs arrive, from then until the
-  // computing warps use the first page, and from the last page until the instruction ends.
+  // Fixed times: before inputs arrive, from then until the computing warps use the first page, and from the
+  // last page until the instruction ends. `accessing` has a bit for each: whether it accesses memory.
   double prepare_s, start_s, end_s;
   int32_t weight_key, read_key, write_key;  // indices of cache entries; -1: not cached
 
@@ -52,7 +52,7 @@ struct Task {
   int32_t split, parts;
   int32_t first_wait, end_wait;
   int32_t first_signal, end_signal;
-  int32_t unused;
+  int32_t accessing;
 };
 
 struct Program {

@@ -108,6 +108,7 @@ class Path(NamedTuple):
 
     cold: float
     warm: float
+    accesses: bool = False  # whether it waits for L2
 
 
 class Core(_Section, frozen=True):
@@ -215,7 +216,7 @@ class Hardware(_Section, frozen=True):
                     cycles, lines, trips = (*figures, 0.0, 0.0)[:3]
                     kept = live[at] <= cached and name not in _ONCE_A_STEP
                     cold = cycles + (0.0 if kept else lines * line) + trips * trip
-                    found[prefix + name] = Path(cold / self.clock_hz, cycles / self.clock_hz)
+                    found[prefix + name] = Path(cold / self.clock_hz, cycles / self.clock_hz, trips > 0)
         return found
 
     @property

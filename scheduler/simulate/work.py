@@ -319,22 +319,22 @@ _ENDS = {
 
 def fixed_s(phase: Phase, dims: Dims, paths: dict[str, Path], latency_s: float) -> dict[str, float]:
     """Return the seconds that an instruction takes before its waits (`prepare_s`), from the end of its waits to its
-    first page (`start_s`), and from its last page to its end (`end_s`). `latency_s` is the latency of a load."""
-    found = {"prepare_s": paths["prepare"].cold if one_row(dims) or phase.norm is not None else 0.0}
+    first page (`start_s`), and from its last page to its end (`end_s`), and a bit for each that says whether it makes
+    accesses to L2 (`accessing`). `latency_s` is the latency of a load."""
+    normed, start, end = phase.norm is not None, Path(0.0, 0.0), paths["other"]
+    prepare = paths["prepare"] if normed or one_row(dims) else start
     if phase.operation is Operation.ATTENTION:
-        return found | {"start_s": paths["attention_start"].cold, "end_s": paths["attention_end"].cold}
-    if not phase.is_matmul:
-        return {"end_s": paths["other"].cold}
-    if dims.worker.units == Units.TENSOR:
-        return {"start_s": paths["tile_start"].cold, "end_s": paths["tile_end"].cold}
-    if phase.norm is not None:
-        start = paths["start_normed"].cold
-    else:
-        start = max(paths["start"].cold, paths["input"].cold + latency_s)
-    # The first pair of pages takes longer, because its code is not cached yet. Only the end of the last unit of columns
-    # is counted here. The other ends overlap the loads of the next unit, and `matmul_issue` counts them.
-    start += paths["dots"].cold - paths["dots"].warm
-    return found | {"start_s": start, "end_s": paths[_ENDS.get(phase.result, "end_partial")].cold}
+        start, end = paths["attention_start"], paths["attention_end"]
+    elif phase.is_matmul and dims.worker.units == Units.TENSOR:
+        start, end = paths["tile_start"], paths["tile_end"]
+    elif phase.is_matmul:
+        start, end = paths["start_normed" if normed else "start"], paths[_ENDS.get(phase.result, "end_partial")]
+        cold = start.cold if normed else max(start.cold, paths["input"].cold + latency_s)
+        # The first pair of pages takes longer, because its code is not cached yet. Only the end of the last unit of
+        # columns is counted here. The other ends overlap the loads of the next unit, and `matmul_issue` counts them.
+        start = start._replace(cold=cold + paths["dots"].cold - paths["dots"].warm)
+    accessing = sum(path.accesses << bit for bit, path in enumerate((prepare, start, end)))
+    return {"prepare_s": prepare.cold, "start_s": start.cold, "end_s": end.cold, "accessing": accessing}
 
 
 def _attention(

@@ -130,15 +130,16 @@ def test_links_are_shared(stores: list[list[dict[int, float] | None]], rate: flo
 def test_a_small_access_waits_behind_the_bytes_that_are_on_their_way() -> None:
     """A worker begins to load 100 bytes at 10 bytes/s. Of these, as many are on their way as its window has room for.
     A task of another worker has a fixed time of 1 s before its first page and of 2 s after its last, and a signal takes
-    3 s. The first and the last of them wait for bytes that are on their way; the load ends before the second one."""
+    3 s. The first and the last of them wait for bytes that are on their way, if `accessing` says that the fixed times
+    include accesses to memory; the load ends before the second one."""
     load, producer = Task(weights=100), Task(compute=8, signals=[(0, 0)])
-    for window, waited in ((0, 0), (40, 4), (400, 10)):
+    for accessing, window, waited in ((0, 40, 0), (0b110, 0, 0), (0b110, 40, 4), (0b110, 400, 10)):
         work = hand_work([[load], [producer], [Task(waits=[0])]])
-        work.tasks["start_s"][1], work.tasks["end_s"][1] = 1, 2
+        work.tasks["start_s"][1], work.tasks["end_s"][1], work.tasks["accessing"][1] = 1, 2, accessing
         _, rows = hand_run(work, memory_bytes_per_s=10, window_bytes=window, signal_s=3)
         assert times(rows, IntervalKind.COMPUTE, "begin", 1) == pytest.approx([1 + waited])
         begin = 1 + waited
-        left = max(0.0, min(window / 10, 10 - begin))  # when the end is known, which is when the task begins
+        left = max(0.0, min(window / 10 * (accessing > 0), 10 - begin))  # when the task begins
         assert times(rows, IntervalKind.COMPUTE, "end", 1) == pytest.approx([begin + 8 + 2 + left])
 
 
