@@ -204,12 +204,14 @@ class Paths:
 
     def once(self) -> dict[str, Once]:
         """Return the paths that a consumer warp takes once per instruction, and the hand-off between instructions."""
-        begin, end = self._at("consumer.h", "p.wait(slot.inputs", _WAIT), self._arrivals("p.arrive(slot.outputs)")
+        begin = self._at("consumer.h", "p.wait(slot.inputs", _WAIT)
+        end = self._at("consumer.h", "p.arrive(slot.outputs)", "SYNCS")
         tensor = self._units == Units.TENSOR
         poll = self._at("loaders.h", "wait_words(") & self._at("device.cuh", "load_acquire(need.value", "LDG")
+        signals = self._at("storer.h", "signals.send(p)", "REDG")
         warps = [
             self._once(self._at("consumer.h", "p.fence_async()"), ends=end),
-            self._once(self._at("storer.h", "p.wait(slot.outputs", _WAIT), ends=self._signals()),
+            self._once(self._at("storer.h", "p.wait(slot.outputs", _WAIT), ends=signals),
             self._once(poll, ends=self._at("loaders.h", "p.arrive(slot.inputs)", "SYNCS")),
         ]
         # The simulator adds the trips: a fence, a signal and a poll.
@@ -220,8 +222,10 @@ class Paths:
         outputs, results = (self._at("attention.h", f"tile.{n}(") for n in ("template values<0>", "store_results"))
         sums, words = self._at("norm.h", "team_.sum(squares)"), self._at("norm.h", "store_words(")
         found["attention_start"] = self._once(begin, queries, ends=mma)
-        whole = self._once(begin, queries, mma, mma & outputs, stores & results, ends=end)
-        found["attention_end"] = whole - found["attention_start"]
+        sent = self._at("pages.h", "signal_item(p_", "REDG")
+        whole = self._once(begin, queries, mma, mma & outputs, stores & results, ends=sent)
+        # Attention sends its signals, so the hand-off by consumers and storer does not count.
+        found["attention_end"] = whole - found["attention_start"] - warps[0] - warps[1]
         found["other"] = self._once(begin, sums, words & stores, ends=end)
         if tensor:
             wide = self._at("gemm.h", "multiply<2>(pages, steps, acc)", "HGMMA")
@@ -236,9 +240,10 @@ class Paths:
         fetched = self._at("consumer.h", "p.wait_always(slot.fetched", _WAIT)
         rows = self._at("norm.h", "call_.shared->rows", "STS")
         copies, copied = self._at("bodies.h", "copy_row(p, c)"), list[set[int]]()
-        prepares = [self._at("norm.h", "prefetch(weights + k)")]
+        prepares = [self._at("norm.h", "prefetch(call.early.norm + k)")]
         if self._one_row:
             copied = [copies & set(self._code.find(name)) for name in ("LDG", "STS", "BAR.SYNC")]
+            prepares = [self._at("norm.h", "early.weights.part[h] = read_eight", "LD")]
             prepares += [self._at("attention.h", "own.first = ", "LD"), self._at("bodies.h", "early.page = ", "LD")]
         else:  # whose inputs pass through the ring
             free, here = self._walk()
@@ -272,26 +277,20 @@ class Paths:
         trips = (self._code.waited(path, FAR, NEAR) - near) / FAR
         return Once(near, self._code.lines(path), trips, len(path) - 1)
 
-    def _arrivals(self, text: str) -> set[int]:
-        return self._at("consumer.h", text, "SYNCS")
-
-    def _signals(self) -> set[int]:
-        return self._at("storer.h", "signals.send(p)", "REDG")
-
     def _shuffles(self) -> set[int]:
         return self._at("dots.h", "sums.reduce(p, rows)", "SHFL")
 
     def _stores(self, name: str) -> set[int]:
-        return self._at("dots.h", _STORES[name], "ST")
+        return self._at(*_STORES[name])
 
 
-# By kind of result: the source line of dots.h that stores it.
+# By kind of result: the source file and line that stores it, and the opcode.
 _STORES = {
-    "heads": "heads.store(p, c, sums, m, unit)",
-    "residual": "store_dots(p, c, sums, ToResidual(c), m, col)",
-    "gated": "store_dots(p, c, sums, ToGated(c), m, col)",
-    "logits": "store_dots(p, c, sums, ToLogits(c), m, col)",
-    "partial": "store_dots(p, c, sums, ToPartial(c), m, col)",
+    "heads": ("dots.h", "heads.store(p, c, sums, m, unit)", "ST"),
+    "residual": ("results.h", ": add_pair(row + col, sums)", "RED"),
+    "gated": ("dots.h", "store_dots(p, c, sums, ToGated(c), m, col)", "ST"),
+    "logits": ("dots.h", "store_dots(p, c, sums, ToLogits(c), m, col)", "ST"),
+    "partial": ("dots.h", "store_dots(p, c, sums, ToPartial(c), m, col)", "ST"),
 }
 
 

@@ -22,6 +22,7 @@ struct Bodies {
     early.operation = c.phase().operation;
     early.normed = early.operation == Operation::kNorm || (uses_dots(*c.dims) && matmul_of(*c.task).normed());
     early.result = c.phase().result;
+    if (kOneRow) early.input = c.at<void>(c.phase().inputs);
     if (kOneRow && early.operation == Operation::kMatmul) {
       p.consumer_sync();  // all warps have ended the previous instruction, so this one may use Scratch
       early.output = c.at<void>(c.phase().output);

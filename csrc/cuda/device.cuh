@@ -75,13 +75,12 @@ class Device {
 
   template <class Idle = None>
   MK_DEVICE bool wait(Barrier& b, uint32_t parity, const Where& where, const Idle& idle = {}) {
-    bool held = try_wait(b, parity);
-    if (!held) {
-      uint32_t since = 0;
-      while (!(held = try_wait(b, parity) || idle()) && still_wait(since, &b, parity, where)) {
-      }
-      if (since != 0) forget_late();
+    if (__all_sync(0xFFFFFFFFu, try_wait(b, parity))) return true;
+    bool held;
+    uint32_t since = 0;
+    while (!(held = try_wait(b, parity) || idle()) && still_wait(since, &b, parity, where)) {
     }
+    if (since != 0) forget_late();
     return __all_sync(0xFFFFFFFFu, held);  // lanes leave the loop one by one but must agree on the result
   }
   MK_DEVICE bool test(Barrier& b, uint32_t parity) {
@@ -163,20 +162,16 @@ class Device {
         "l"(from), "r"(bytes), "r"(at(b))
         : "memory");
   }
-  MK_DEVICE void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    if (lane_ == 0)
-      asm volatile(
-          "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map),
-          "r"(x), "r"(y), "r"(z), "r"(shared_address(from))
-          : "memory");
-  }
-  MK_DEVICE void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    if (lane_ == 0)
-      asm volatile(
-          "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::
-              "l"(&map),
-          "r"(x), "r"(y), "r"(z), "r"(shared_address(from))
-          : "memory");
+  MK_DEVICE void store_tile(const TensorMap& map, int x, int y, int z, const void* from, bool add) {
+    if (lane_ != 0) return;
+#define MK_BULK(what)                                                                         \
+  "cp" what ".tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(&map), "r"(x), "r"(y), "r"(z), \
+      "r"(at) : "memory"
+    const uint32_t at = shared_address(from);
+    if (add)
+      asm volatile(MK_BULK(".reduce.async.bulk.tensor.3d.global.shared::cta.add"));
+    else
+      asm volatile(MK_BULK(".async.bulk.tensor.3d.global.shared::cta"));
   }
   MK_DEVICE void wait_read() {
     if (lane_ == 0) {

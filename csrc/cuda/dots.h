@@ -113,11 +113,11 @@ class Dots {
 template <class P>
 MK_FN void copy_row(P& p, const Call& c) {
   constexpr int kStep = 8 * 32 * kConsumerWarps, kParts = higher_of(ceil_div(kMostInner, kStep), 1);
-  const uint16_t* from = c.at<uint16_t>(c.phase().inputs);
   const int first = 8 * (c.warp * P::kLanes + p.lane()), inner = c.phase().inner;
+  const uint16_t* from = here(static_cast<const uint16_t*>(c.early.input) + first);
   Words held[kParts];
   MK_UNROLL for (int i = 0; i < kParts; ++i) {
-    if (first + i * kStep < inner) held[i] = load_words(from + first + i * kStep);
+    if (first + i * kStep < inner) held[i] = load_words(from + i * kStep);
   }
   MK_UNROLL for (int i = 0; i < kParts; ++i) {
     if (first + i * kStep < inner)
@@ -258,7 +258,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
       }
       const unsigned char* first = pages.full(page) + own;
       const unsigned char* second = pages.full(page + 1) + own;
-      if (col < cols) {
+      if (kOneRow || col < cols) {  // for one row, products that nobody needs take less time than a branch
         const int at = piece * rows;
         const DotInput input =
             kOneRow || normed
@@ -296,7 +296,7 @@ MK_FN void dots(P& p, const Call& c, const Matmul& m, Pages& pages) {
         break;
     }
   }
-  release_inputs();
+  if constexpr (!kOneRow) release_inputs();
 }
 
 }  // namespace mk

@@ -175,12 +175,12 @@ MK_FN void load(P& p, Block<P>& block, const Params& params) {
     // In dot products, pages of weights come before pages of inputs. The input loader skips these weight
     // pages, but must wait until their slots in the ring are empty. It does so before it waits for the
     // counters of the inputs, because the slots become free earlier.
-    bool waits = inputs;
+    bool waits = inputs, norm = task.is(Operation::kNorm);
     const auto wait = [&] {
       waits = false;
       live = live && wait_words(p, params, block.dims, task);
-      if (task.is(Operation::kNorm)) live = live && wait_rows(p, params, block.dims, block.step, task);
-      p.fence_async();
+      if (norm) live = live && wait_rows(p, params, block.dims, block.step, task);
+      if (!kOneRow) p.fence_async();  // for one row, `use.opens` fences, and other pages need no fence
       p.arrive(slot.inputs);
     };
     if (waits && !rows) wait();

@@ -39,8 +39,8 @@
 //     unswizzled box of five dimensions, whose coordinates are 0, piece, a, b and z
 //   void prefetch_columns(const TensorMap&, int piece, int a, int b, int z): .. into the L2 cache
 //   void load_bytes(void* to, const void* from, uint32_t bytes, Barrier&)
-//   void store_tile(const TensorMap&, int x, int y, int z, const void* from), add_tile(..): store a tile, or
-//     add it (float32) to memory
+//   void store_tile(const TensorMap&, int x, int y, int z, const void* from, bool add): stores a tile, or
+//     adds it (float32) to memory
 //   void wait_read(): waits until all of this warp's stores have read their pages
 //   void wait_stores(): waits until the warp's stores are visible to any thread that sees what it does
 //     next

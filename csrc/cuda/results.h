@@ -58,7 +58,7 @@ class ToHeads {
     Row out{c_.at<float>(Buffer::ROPE) + int64_t{r} * d_.head_dim,
             c_.output<uint16_t>(d_.rank) + int64_t{r} * d_.q_cols(), nullptr, nullptr, norm_ ? 0.0f : 1.0f};
     const int32_t position = kOneRow ? c_.early.position : c_.step->positions[r], token = position % kKvBlock;
-    const int32_t page = kOneRow ? c_.early.page : page_of_row(c_, r);
+    const int32_t page = kOneRow ? here(c_.early.page) : page_of_row(c_, r);
     if (page >= 0) {
       out.k = c_.at<uint16_t>(Buffer::K_CACHE) + k_index(d_, page, 0, 0) + token;
       out.v = c_.at<uint16_t>(Buffer::V_CACHE) + v_index(d_, page, 0, token);

@@ -19,10 +19,7 @@ MK_FN void store(P& p, Block<P>& block, const Params& params, const Task& task, 
   MK_LOOP for (int32_t rank = ranks.begin; rank < ranks.end; ++rank) {
     const TensorMap& map = map_of(params, rank, use.buffer, false);
     use.for_boxes(0, 1, [&](const Box& box) {
-      if (result == Result::kResidual)
-        p.add_tile(map, box.x, box.y, use.z, page + box.at);
-      else
-        p.store_tile(map, box.x, box.y, use.z, page + box.at);
+      p.store_tile(map, box.x, box.y, use.z, page + box.at, result == Result::kResidual);
     });
   }
 }

@@ -56,8 +56,8 @@ PIECES = PAGE_BYTES // (2 * DOT_PIECE)  # pieces in a page
 
 # For matmuls as dot products, at most WINDOW_PAGES pages of weights are on their way to an SM. While its shared memory
 # has no room for weights, it prefetches a page into L2 every AHEAD_NS. In this time, an H100's memory delivers a page
-# to each SM. It prefetches at most AHEAD_PAGES pages: those of all SMs fill half of the 50 MB of L2.
-WINDOW_PAGES, AHEAD_PAGES, AHEAD_NS = 3, 12, 800
+# to each SM. It prefetches at most AHEAD_PAGES pages: those of all SMs take 30 of the 50 MB of L2.
+WINDOW_PAGES, AHEAD_PAGES, AHEAD_NS = 3, 14, 800
 DOT_UNIT = 8  # column tiles of matmuls as dot products start at multiples of this number of columns
 DOT_INPUT_PAGES = 4  # maximum number of input pages that a matmul as dot products holds in the ring
 NORM_BYTES = 16384  # shared memory for input rows that a matmul as dot products normalises itself

@@ -119,7 +119,11 @@ class AttentionItem {
         // Read the queries only after take(). Another instruction writes them, and the input loader
         // fills the page of keys only after waiting for that instruction's counters. Builds for wide
         // heads read the queries again for each KV block, because registers are scarce.
-        if (kWide || !started) start(tile, query_rows(here(own), here(first)), of);
+        if (kWide || !started) {
+          const QueryRows q = query_rows(here(own), here(first));
+          tile.start([&](int i) { return q.has(i) ? query(q, i) + of * kHeadPart : nullptr; },
+                     [&](int i) { return position(q.first_row + q.row(i)); });
+        }
         started = true;
         tile.template scores<0>(keys + (kTogether && narrow() && second ? kPageBytes / 2 : 0));
         if (!narrow() && !kTogether) {
@@ -142,7 +146,10 @@ class AttentionItem {
         pages_.release();
       }
       if constexpr (kWide) pages_.skip(2 * (parts() - 1 - part()));
-      if (split) store_partials(tile, here(own), first, block);
+      if (split) {
+        const QueryRows q = query_rows(here(own), first);
+        tile.store_block([&](int i) { return partial(q.row(i), own, q.head(i), block); }, part());
+      }
       pages_.skip((heads - 1 - before) * kv_pages(d_));
     }
     if (own < 0 || split) return;
@@ -157,16 +164,6 @@ class AttentionItem {
                         : nullptr;
       });
     }
-  }
-
-  MK_FN void start(typename P::AttentionTile& tile, const QueryRows& q, int part) {
-    tile.start([&](int i) { return q.has(i) ? query(q, i) + part * kHeadPart : nullptr; },
-               [&](int i) { return position(q.first_row + q.row(i)); });
-  }
-
-  MK_FN void store_partials(const typename P::AttentionTile& tile, int head, int first, int block) {
-    const QueryRows q = query_rows(head, first);
-    tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); }, part());
   }
 
   // Used if several work items divide the KV blocks of the same rows. Called after this item has stored

@@ -3,6 +3,7 @@
 #pragma once
 #include "../../common/record.h"
 #include "../platform.h"
+#include "memory.h"
 
 namespace mk {
 
@@ -46,13 +47,25 @@ struct ItemWork {
   KvBlocks blocks;
 };
 
+// How many groups of eight columns a lane of a norm keeps in registers. With 256 lanes, this covers rows of
+// 8,192 columns. Further columns are read twice: for the sum of squares, then for the result.
+constexpr int kNormHeld = lower_of(4, ceil_div(kMostHidden, 8 * 32 * kConsumerWarps));
+
+struct NormPart {
+  Eight part[kNormHeld];
+};
+
 // Values that a warp looks up before the instruction's inputs are written, and keeps in registers.
 struct Early {
   Operation operation;
   bool normed;  // whether the instruction normalises rows: a norm, or a matmul with a norm (dots.h)
   Result result;
+  const float* norm;  // if so, the norm's weights
   // Only in builds for one row:
+  const void* input;       // of a norm or matmul: its row of inputs
   void* output;            // of a matmul: where its row of results begins
+  int32_t row;             // of a norm: as normed_row returns it
+  NormPart weights;        // of a norm, or of a matmul that normalises its row
   int32_t position, page;  // of a QKV projection: the row's position and KV page; no page: -1
   int32_t begin, end;      // of attention: its items
   ItemWork first;          // its first item

@@ -10,39 +10,23 @@
 
 namespace mk {
 
-// How many groups of eight columns a lane keeps in registers. With 256 lanes, this covers rows of 8,192
-// columns. Further columns are read twice: for the sum of squares, then for the result.
-constexpr int kNormHeld = lower_of(4, ceil_div(kMostHidden, 8 * 32 * kConsumerWarps));
-
-// Returns the buffer with the norm's weights, for a norm phase or for a matmul that normalises its inputs.
-MK_FN Buffer norm_weights(const Phase& phase) {
-  return phase.norm != Buffer::kNone ? phase.norm : phase.weights;
-}
-
-struct NormPart {
-  Eight part[kNormHeld];
-};
+constexpr int kNoRow = -1, kSkippedRow = -2;
 
 template <class P>
 class Norm {
  public:
   MK_FN Norm(P& p, const Call& call)
       : call_(call),
-        own_(call.phase().norm != Buffer::kNone),
-        x_(call.at<float>(call.phase().inputs)),
-        weight_(call.weights<float>(norm_weights(call.phase()))),
+        own_(call.early.operation != Operation::kNorm),
+        x_(kOneRow ? static_cast<const float*>(call.early.input) : call.at<float>(call.phase().inputs)),
+        weight_(call.early.norm),
         width_(call.dims->hidden),
         first_(8 * (call.warp * P::kLanes + p.lane())),
-        team_(p, call, kOneRow && own_) {
-    MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-      if (kOneRow && first_ + h * kStep < width_) weights_.part[h] = read_eight(weight_ + first_ + h * kStep);
-    }
-  }
+        team_(p, call, kOneRow && own_) {}
 
   // For each i in [row, row + rows), normalises row source(i) of the inputs and multiplies it by the
   // weights. Stores the result as row i of the output on every rank that needs it or, in a matmul, as
-  // row i - row of Scratch::rows. If source(i) is kNone, stores zeros; if it is kSkip, stores nothing.
-  static constexpr int kNone = -1, kSkip = -2;
+  // row i - row of Scratch::rows. If source(i) is kNoRow, stores zeros; if it is kSkippedRow, stores nothing.
   template <class Source>
   MK_FN void rows(int row, int rows, Source source) {
     NormPart next = fetch(source(row));
@@ -63,11 +47,11 @@ class Norm {
         };
         MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
           const int k = first_ + h * kStep;
-          if (k < width_) scaled(k, held.part[h], kOneRow ? weights_.part[h] : read_eight(weight_ + k));
+          if (has(h)) scaled(k, held.part[h], kEarly ? call_.early.weights.part[h] : read_eight(weight_ + k));
         }
-        MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep)
+        MK_LOOP for (int k = first_ + kNormHeld * kStep; !kEarly && k < width_; k += kStep)
             scaled(k, load_eight(x + k), read_eight(weight_ + k));
-      } else if (r == kNone) {
+      } else if (r == kNoRow) {
         MK_LOOP for (int k = first_; k < width_; k += kStep) store(i, i - row, k, Words{});
       }
     }
@@ -75,12 +59,17 @@ class Norm {
 
  private:
   static constexpr int kStep = 8 * kConsumerWarps * P::kLanes;
+  // Whether the norm's weights are in registers.
+  static constexpr bool kEarly = kTogether && kMostHidden <= kNormHeld * kStep;
+
+  // Whether the row has this lane's group `h` of eight columns.
+  MK_FN bool has(int h) const { return (kOneRow && kMostHidden % kStep == 0) || first_ + h * kStep < width_; }
 
   MK_FN NormPart fetch(int r) const {
     NormPart out{};
-    const float* x = x_ + int64_t{r} * width_;
+    const float* x = x_ + int64_t{kOneRow ? 0 : r} * width_;
     MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-      if (r >= 0 && first_ + h * kStep < width_) out.part[h] = load_eight(x + first_ + h * kStep);
+      if (r >= 0 && has(h)) out.part[h] = load_eight(x + first_ + h * kStep);
     }
     return out;
   }
@@ -93,10 +82,11 @@ class Norm {
       MK_UNROLL for (int e = 0; e < 8; ++e) squares += v.v[e] * v.v[e];
     };
     MK_UNROLL for (int h = 0; h < kNormHeld; ++h) {
-      if (first_ + h * kStep < width_) add(held.part[h]);
+      if (has(h)) add(held.part[h]);
     }
     const float* x = x_ + int64_t{r} * width_;
-    MK_LOOP for (int k = first_ + kNormHeld * kStep; k < width_; k += kStep) add(load_eight(x + k));
+    MK_LOOP for (int k = first_ + kNormHeld * kStep; !kEarly && k < width_; k += kStep)
+        add(load_eight(x + k));
     return team_.sum(squares);
   }
 
@@ -132,19 +122,30 @@ class Norm {
   const bool own_;
   const float *x_, *weight_;
   const int width_, first_;
-  NormPart weights_;  // used by builds for one row, which load them before the inputs
   Team<P> team_;
 };
 
+// Returns which row of the inputs becomes row i of the norm's results, as Norm::rows requires it.
+MK_FN int normed_row(const Call& call, int i) {
+  if (call.early.operation != Operation::kNorm || call.phase().rows != Rows::kLogit) return i;
+  return norms_logit_row(*call.dims, *call.step, i) ? higher_of(call.step->logit_rows[i], kNoRow)
+                                                    : kSkippedRow;
+}
+
 // Prefetches the norm weights that this lane will read, while other instructions still compute the input
-// rows.
+// rows. In builds for one row, loads those that it keeps in registers.
 template <class P>
-MK_FN void prefetch_norm(P& p, const Call& call) {
-  const float* weights = call.weights<float>(norm_weights(call.phase()));
-  if (kWide && !weights) return;
-  for (int k = 8 * (call.warp * P::kLanes + p.lane()); k < call.dims->hidden;
-       k += 8 * kConsumerWarps * P::kLanes)
-    prefetch(weights + k);
+MK_FN void prefetch_norm(P& p, Call& call) {
+  constexpr int kStep = 8 * kConsumerWarps * P::kLanes;
+  const Phase& phase = call.phase();
+  call.early.norm = call.weights<float>(phase.operation == Operation::kNorm ? phase.weights : phase.norm);
+  if (kOneRow) call.early.row = normed_row(call, 0);
+  if (kWide && !call.early.norm) return;
+  int k = 8 * (call.warp * P::kLanes + p.lane());
+  MK_UNROLL for (int h = 0; kTogether && h < kNormHeld; ++h, k += kStep) {
+    if (k < call.dims->hidden) call.early.weights.part[h] = read_eight(call.early.norm + k);
+  }
+  for (; k < call.dims->hidden; k += kStep) prefetch(call.early.norm + k);
 }
 
 // Some models apply a norm to all heads of q together, and another to all heads of k, after the QKV
@@ -211,14 +212,9 @@ MK_FN void norm(P& p, const Call& call) {
     if (call.phase().result == Result::kHeads) return norm_heads(p, call, op);
     if (call.phase().weights == Buffer::kNone) return round_rows(p, call, op);
   }
-  const bool logits = call.task->is(Operation::kNorm) && call.phase().rows == Rows::kLogit;
-  Norm<P>(p, call).rows(kOneRow ? 0 : op.row, kOneRow ? 1 : op.rows, [&](int i) {
-    if (!logits) return i;
-    if (!norms_logit_row(*call.dims, *call.step, i)) return Norm<P>::kSkip;
-    const int r = call.step->logit_rows[i];
-    return r >= 0 ? r : Norm<P>::kNone;
-  });
-  if (!call.task->is(Operation::kNorm)) p.consumer_sync();
+  Norm<P>(p, call).rows(kOneRow ? 0 : op.row, kOneRow ? 1 : op.rows,
+                        [&](int i) { return kOneRow ? call.early.row : normed_row(call, i); });
+  if (call.early.operation != Operation::kNorm) p.consumer_sync();
 }
 
 }  // namespace mk

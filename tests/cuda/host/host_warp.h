@@ -166,11 +166,8 @@ class HostWarp {
     barrier.bytes -= bytes;
     block_.settle(barrier);
   }
-  void store_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    store_box(host_map(map), {{x, y, z}}, from);
-  }
-  void add_tile(const TensorMap& map, int x, int y, int z, const void* from) {
-    add_box(host_map(map), {{x, y, z}}, from);
+  void store_tile(const TensorMap& map, int x, int y, int z, const void* from, bool add) {
+    (add ? add_box : store_box)(host_map(map), {{x, y, z}}, from);
   }
   void wait_read() {}
   void wait_stores() {}

@@ -68,7 +68,7 @@ tensor
   the coordinates of tiles are exchanged  loaders.h: load_tiles(p, params, block, first  \{(\S+), (\S+), (\S+)\}  {\2, \1, \3}
   loads go to the page's second half  loaders.h: load_tiles(p, params, block, first  (cp\.async\.bulk\S*complete_tx::bytes\S*) \[(%\w+)\]  \1 [\2+4096]
   pages of weights are not loaded  loaders.h: load_tiles(p, params, block, first  cp\.async
-  residuals are stored, not added  storer.h: p.add_tile(map, box.x  cp\.reduce(\S+)\.add(\S+)  cp\1\2
+  residuals are stored, not added  storer.h: p.store_tile(map, box.x  cp\.reduce(\S+)\.add(\S+)  cp\1\2
   fragments of A are exchanged  attention_mma.h: asm volatile(  (mma\S+ \{[^}]*\}, \{)(\S+), (\S+), (\S+), (\S+)\}  \1\2, \4, \3, \5}
   fragments of B are exchanged  attention_mma.h: asm volatile(  (mma\S+ \{[^}]*\}, \{[^}]*\}, \{)(\S+), (\S+)\}  \1\3, \2}
   matrices are exchanged as they are loaded  attention_mma.h: ldmatrix.sync  \{(\S+), (\S+), (\S+), (\S+)\}  {\1, \3, \2, \4}

@@ -233,7 +233,7 @@ def varied(kind: str, **changes: Any) -> list[str]:
 
 
 # Seeds of the steps in which faults are planted. Together, they execute the code of all faults of a kind of build.
-_FAULT_STEPS = {"dots": (5, 6, 2, 8, 10), "tensor": (5, 6, 10), "experts dots": (20, 22)}
+_FAULT_STEPS = {"dots": (5, 6, 2, 8, 10), "tensor": (5, 6, 10, 55), "experts dots": (20, 22)}
 _FAULT_STEPS |= {"experts tensor": (22, 21), "row dots": (0, 1)}
 
 
