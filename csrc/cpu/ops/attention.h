@@ -106,7 +106,7 @@ MK_INLINE void score_tokens(const Dims& d, const Rounded* queries, int units, co
         sums[i].add_high(e, keys.words(u, 4 * j < elements ? j : 0, n), query.high[e]);
       }
     }
-    MK_UNROLL for (int j = 0; j < kKvUnit / 4; ++j) {
+    MK_UNROLL_STEPS for (int j = 0; j < kKvUnit / 4; ++j) {
       if (4 * j >= elements) break;
       const U32 words = keys.words(u, j, n);
       MK_UNROLL for (int i = 0; i < R; ++i) sums[i].add(j, words, queries[i * units + u].words[j]);
@@ -132,18 +132,6 @@ void score_rows(const Dims& d, const Rounded* queries, int rows, const CachedBlo
     if (t < tokens) score_tokens<R>(d, queries, units, cached.key(t), tokens - t, scores + t);
   }
   if constexpr (R > 1) score_rows<R - 1>(d, queries, rows, cached, begin, tokens, scores);
-}
-
-template <class T, class Kv>
-inline void score(const Dims& d, int rows, const float* queries, const CachedBlock<T>&, const Kv& kv,
-                  int begin, int tokens, float* scores) {
-  dense(rows, tokens, queries, d.head_dim, Keys(kv), d.head_dim, scores, d.kv_block, false, begin);
-}
-
-template <class Kv>
-inline void score(const Dims& d, int rows, const Rounded* queries, const CachedBlock<int8_t>& cached,
-                  const Kv&, int begin, int tokens, float* scores) {
-  score_rows(d, queries, rows, cached, begin, tokens, scores);
 }
 
 inline float exp_scalar(float x) { return exp(splat(x))[0]; }
@@ -236,7 +224,10 @@ inline void attend_block(const Dims& d, const CachedBlock<T>& cached, const Kv& 
   // No row sees the tokens before `oldest`. Scores are computed from the start of the SIMD vector that
   // contains `oldest`. Tokens that a row does not see get the weight 0.
   const int oldest = first_token(d, span, positions[0], block), begin = oldest / kLanes * kLanes;
-  score(d, rows * group, queries, cached, kv, begin, tokens, scores);
+  if constexpr (CachedBlock<T>::kQuantised)
+    score_rows(d, queries, rows * group, cached, begin, tokens, scores);
+  else
+    dense(rows * group, tokens, queries, d.head_dim, Keys(kv), d.head_dim, scores, d.kv_block, false, begin);
   for (int j = 0; j < rows * group; ++j) {
     float* own = scores + int64_t{j} * d.kv_block;
     const int first = first_token(d, span, positions[j / group], block);

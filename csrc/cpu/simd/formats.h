@@ -262,7 +262,7 @@ void widen(const Panel& panel, int begin, int steps, float* out) {
     reader.open(panel.data, begin + s);
     for (int run = 0; run < kRuns; ++run) {
       reader.turn_to(run);
-      MK_UNROLL for (int i = 0; i < kRunSteps; ++i, out += kPanel) {
+      MK_UNROLL_STEPS for (int i = 0; i < kRunSteps; ++i, out += kPanel) {
         MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) store(out + v * kLanes, reader.weight(i, v));
       }
     }

@@ -166,7 +166,7 @@ void unpack_units(const char* panel, int begin, int steps, void* out) {
     PackedUnit<P> unit;
     unit.open(panel, begin + s);
     MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-      MK_UNROLL for (int j = 0; j < kUnit / 4; ++j) {
+      MK_UNROLL_STEPS for (int j = 0; j < kUnit / 4; ++j) {
         const U32 words = unit.words(j, v);
         memcpy(to->codes[j] + v * kLanes, &words, sizeof words);
       }
@@ -214,7 +214,7 @@ void multiply_units(const Rounded* a, int64_t chunk_stride, const Panel* panels,
             }
             if (kTogether > 1) asm volatile("" ::: "memory");
           }
-          MK_UNROLL for (int j = 0; j < kWords; ++j) {
+          MK_UNROLL_STEPS for (int j = 0; j < kWords; ++j) {
             MK_UNROLL for (int p = 0; p < kTogether; ++p) {
               MK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
                 const U32 words = units[p].words(g * kWords + j, v);
