@@ -16,8 +16,8 @@ _FLAGS = """
 --prompt | text | Name the capital of France. | the question to answer
 -o --output | FILE.html | (timeline.html) | where to write the timeline
 """
-# These numbers give stable medians, and take a few seconds on two cores.
-_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 48, 3
+# These numbers give stable medians, and take two seconds on two cores.
+_PROMPT_TOKENS, _TOKENS, _RUNS = 256, 32, 3
 
 
 @verb("demo", _FLAGS, MODEL_RUN)

@@ -14,7 +14,7 @@ from ..machine import Machine, busy
 
 # Each rate is the best of a few measurements. They are short, because a user waits; longer ones find the same rates.
 _REPEATS = 3
-_PROBE_S = 0.1
+_PROBE_S, _IN_CORE_S = 0.1, 0.03  # of memory; of caches and arithmetic, whose passes are a few milliseconds at most
 _CACHE_FACTOR = 8  # read so many times the last-level cache's size, so that reads come from memory
 _UNKNOWN_CACHE = 32 << 20
 # The maximum number of bytes to read, because some virtual machines report the cache of a whole socket.
@@ -113,9 +113,9 @@ def measure(threads: int, read: ReadProbe, fma: FmaProbe, integers: FmaProbe) ->
     return Measured(
         threads,
         max(read_rate(threads, read) for _ in range(_REPEATS)),
-        max(read(threads, inside, _PROBE_S) for _ in range(_REPEATS)),
-        max(fma(threads, _PROBE_S) for _ in range(_REPEATS)),
-        max(integers(threads, _PROBE_S) for _ in range(_REPEATS)),
+        max(read(threads, inside, _IN_CORE_S) for _ in range(_REPEATS)),
+        max(fma(threads, _IN_CORE_S) for _ in range(_REPEATS)),
+        max(integers(threads, _IN_CORE_S) for _ in range(_REPEATS)),
         busy.others(begin, busy.now()),
         date.today().isoformat(),
     )
