@@ -188,7 +188,7 @@ def test_text_and_calls_are_items_in_order_streamed_or_whole(parts: list[tuple[s
 
     def writer() -> Any:
         left = [Delta(0, 0, "...", finish_reason="length" if part is parts[-1] else None) for part in parts]
-        answers = Mock(cached=0, completion_tokens=5, prompt_tokens=1, close=Mock())
+        answers = Mock(cached=0, completion_tokens=5, prompt_tokens=1, transcripts=[Mock()], close=Mock())
         type(answers).finished = PropertyMock(side_effect=lambda: not left)
         answers.take = AsyncMock(side_effect=lambda **how: [left.pop(0)])
         reader = Mock(add=Mock(side_effect=list(map(pieces, parts))))
