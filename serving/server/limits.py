@@ -87,20 +87,18 @@ class AccessRules:
         if self.hosts is not None and b"host" in headers and path != _HEALTH and name not in self.hosts:
             told = f"the Host header {quoted(host)} is not allowed: add this name to the server's --allowed-hosts"
             raise APIError(403, told)
-        if self.guards(path):
-            self._authorise(headers)
-
-    def guards(self, path: str) -> bool:
-        return bool(self.keys) and path not in _OPEN and not (self.open_metrics and path == _METRICS)
-
-    def _authorise(self, headers: Mapping[bytes, bytes]) -> None:
-        # Clients of Anthropic's API send X-Api-Key.
-        sent = (_key(headers.get(b"authorization", b"")), headers.get(b"x-api-key", b""))
+        if not self.guards(path):
+            return
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        sent = (bearer.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
         # Compare with every key in constant time, so that the response time reveals nothing about the keys.
         matches = [hmac.compare_digest(_digest(given), known) for given in sent for known in self._digests]
         if not any(matches):
             told = "the API key is missing or wrong: send the header Authorization: Bearer KEY or x-api-key: KEY"
             raise APIError(401, told, headers={"WWW-Authenticate": "Bearer"})
+
+    def guards(self, path: str) -> bool:
+        return bool(self.keys) and path not in _OPEN and not (self.open_metrics and path == _METRICS)
 
     @cached_property
     def _digests(self) -> list[bytes]:
@@ -122,12 +120,6 @@ def _name(host: str) -> str:
     if (found := _HOST.fullmatch(host)) is None:
         raise APIError(400, f"the Host header {quoted(host)} must be a host name, with or without a port")
     return (found[1] or found[2]).lower()
-
-
-def _key(header: bytes) -> bytes:
-    """Return the API key in the Authorization header."""
-    scheme, _, value = header.partition(b" ")
-    return value.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:

@@ -88,13 +88,21 @@ def contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("contradiction", text, {"field": field})
 
 
-TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
-NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit")]
-Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit")]
+def _no_flags(value: Any) -> Any:
+    """Refuse true and false, also in a list, where a number is wanted. Pydantic would read them as 1 and 0."""
+    if bool in map(type, value if isinstance(value, list) else [value]):
+        raise PydanticCustomError("number", "must be a number" if isinstance(value, bool) else "must have only numbers")
+    return value
+
+
+NUMBER = BeforeValidator(_no_flags)  # after the Field with the bounds: otherwise, the JSON schema lacks the bounds
+TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), NUMBER]
+NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), NUMBER]
+Kept = Annotated[int, Field(ge=-1, le=INT32, description="how many last tokens to keep; -1: as many as fit"), NUMBER]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 Text = Annotated[str, Field(min_length=1)]
 # `fail_fast` stops at the first invalid item, because describing many errors takes tens of milliseconds.
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), NUMBER]
 Prompt = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
@@ -105,7 +113,7 @@ Prompt = Annotated[
     ),
 ]
 Bias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100), NUMBER]],
     Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False}),
 ]
 AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages")]
@@ -226,7 +234,7 @@ class TokenizeText(Body):
 class DetokenizeRequest(Body):
     where = "/detokenize"
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], NUMBER]
 
 
 class Truncated(Body):
@@ -242,19 +250,19 @@ class Truncated(Body):
 class Sampled(Truncated):
     """The fields that every generating endpoint accepts."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2), NUMBER] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32), NUMBER] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    seed: Annotated[int, Field(ge=-_SEED, lt=_SEED), NUMBER] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6), NUMBER] | None = None
     logit_bias: Bias | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), NUMBER] | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32), NUMBER] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
     stream: bool | None = None
@@ -297,7 +305,7 @@ class StreamOptions(Strict):
 class Choices(Sampled):
     """The fields that completions and chat accept."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NUMBER] | None = None
     prompt_logprobs: TopCount | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
@@ -305,7 +313,7 @@ class Choices(Sampled):
     return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text")] | None = None
 
     structured_outputs: StructuredOutputs | None = None
-    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), NUMBER] | None = None
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     response_format: ResponseFormat | None = None
 

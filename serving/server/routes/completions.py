@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
-from megakernel.serving.server.requests import INT32, Choices, Prompt, TopCount, contradiction, prompt_list
+from megakernel.serving.server.requests import INT32, NUMBER, Choices, Prompt, TopCount, contradiction, prompt_list
 from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, written
 from megakernel.serving.server.service import Served, Service
 from megakernel.serving.server.writer import Said, Writer, event
@@ -25,10 +25,10 @@ class CompletionRequest(Choices):
     where = "/v1/completions"
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=INT32, description=f"default: {_DEFAULT_TOKENS}")] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32, description=f"default: {_DEFAULT_TOKENS}"), NUMBER] | None = None
     echo: bool | None = None
     logprobs: TopCount | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), NUMBER] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

@@ -22,7 +22,7 @@ class EmbeddingRequest(requests.Truncated):
 
     input: requests.Prompt
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, description="how many first dimensions to keep")] | None = None
+    dimensions: Annotated[int, Field(ge=1, description="how many dimensions to keep"), requests.NUMBER] | None = None
     add_special_tokens: requests.AddSpecial | None = None
 
     @property
