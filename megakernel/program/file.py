@@ -90,13 +90,13 @@ def _decode(data: bytes) -> Program:
         raise ValueError(f"the header's list of arrays must be {', '.join(_ARRAYS)}")
     lengths = {name: length * (WORDS if name.endswith(".records") else 1) for name, length in header.arrays}
     arrays, start = {}, START + size
-    if start + 4 * sum(lengths.values()) != len(data):
+    if start + 4 * sum(lengths.values()) != len(data) or {lengths[name] for name in TOTALS} != {ranks * counters}:
         raise ValueError("the file's arrays do not have the lengths that its header states")
     for name, words in lengths.items():
         array = np.frombuffer(data, "<i4", count=words, offset=start).astype(np.int32, copy=False)
         arrays[name] = array.reshape(-1, WORDS) if name.endswith(".records") else array
         start += 4 * words
     segments: dict[str, Any] = {n: Segment(arrays[f"{n}.records"], arrays[f"{n}.offsets"]) for n in _SEGMENTS}
-    totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}  # raises ValueError
+    totals: dict[str, Any] = {name: arrays[name].reshape(ranks, counters) for name in TOTALS}
     dims = Dims.of(**msgspec.structs.asdict(header.dims))
     return Program(dims, forward, header.machine, ranks, header.workers, counters, **segments, **totals)
