@@ -70,7 +70,6 @@ SMALLER = {
     r"timeline .*--(json|perfetto|save)": "--model MODEL --launches 2",
     r"timeline .*--model": "--launches 2",
     r"predictions\.py": "--batch 1",
-    r"defaults\.py": "--rows 1 --tp 1 --machines h100 --models llama-3.2-1b",
     r"speed/structured\.py": "--model MODEL --tokens 4 --rounds 1",
     r"correctness/structured\.py": "--schemas 1 --tokens 64",
     r"predictions_host\.py": f"--predict-only --machine {ROOT}/benchmarks/machines/epyc-2.toml -o FILE",

@@ -1,5 +1,5 @@
 """In simulation, the compiler's default options are at most 2 % slower than any options that differ in one or two
-choices. benchmarks/calibration/defaults.py compares them with all combinations."""
+choices."""
 
 from dataclasses import replace
 from itertools import product
