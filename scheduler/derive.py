@@ -46,9 +46,9 @@ class Touch:
 @dataclass(frozen=True, eq=False)
 class Group:
     """The tasks of one phase (operation) in one row block (range of token rows). A real group has the `index` NONE. A
-    virtual group stands for tasks whose rows the step's inputs select: it has no tasks of its own, and `index` says how
-    the rows are selected. `tasks` is the index of the group's PhaseTasks in the segment (prologue, layer or epilogue).
-    `ordinal` numbers the segment's phases in program order and is the same on every rank."""
+    virtual group has no `members`: it stands for rows of the block that any task of the phase computes if the step's
+    inputs select them, such as rows with logits; `index` says how. `tasks` is the index of the group's PhaseTasks in
+    the segment (prologue, layer or epilogue). `ordinal` numbers its phases in program order, equally on all ranks."""
 
     segment: int
     tasks: int

@@ -21,7 +21,7 @@ MatmulPages matmul_pages(const Sizes& d, const Phase& phase, int32_t rows, int32
   Task task{};
   task.phase = phase;
   task.phase.operation = Operation::kMatmul;
-  // The build for one row keeps all inputs outside the ring, as other builds do with those they normalise.
+  // The build for steps of one row keeps inputs outside the ring. Others do so only if a norm changes them.
   if (d.ring_pages == kRowPages) task.phase.norm = phase.inputs;
   *reinterpret_cast<Tile*>(task.record + kOperandWord) = {.row = 0, .rows = rows, .col = 0, .cols = cols};
   MatmulPages out{};

@@ -78,9 +78,9 @@ def _touch(*rows: Ints | Column | int) -> Int32s:
 
 def _items(events: Events, dims: Dims, access: Access) -> Iterator[_Where]:
     """Yield the accesses of attention: one for each row block and group of KV heads. The attention of such a group
-    counts as one event. It also reads K and V of other row blocks, after waiting for the counters of these blocks. Such
-    a read is recorded once, with the event of the row block that is read. No write must wait for the read, because
-    every layer has its own K and V, so nothing overwrites them."""
+    counts as one event. It also reads K and V of other row blocks, after waiting for the counters of these blocks.
+    Those reads need no entries of their own: the other blocks' events read the same K and V after the same counters,
+    and nothing overwrites K and V, which every layer has of its own."""
     grid = events.items[dims.split.rank]
     blocks, groups = (a.ravel() for a in np.indices(grid.event.shape))
     row, row_end = dims.block_rows(blocks)
