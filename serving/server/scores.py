@@ -29,11 +29,6 @@ def append(pieces: Pieces, lists: Mapping[str, list[Any]]) -> None:
         text += b"," * bool(text and values) + _encode(values)[1:-1]
 
 
-def written(pieces: Pieces) -> dict[str, msgspec.Raw]:
-    """Return the lists in `pieces` as JSON that an encoder copies."""
-    return {name: msgspec.Raw(b"[%s]" % text) for name, text in pieces.items()}
-
-
 async def in_turns(items: Iterator[T], width: int) -> AsyncIterator[list[T]]:
     """Yield the items in lists of at most MOST_WORK log-probabilities. `width` is their number per item. Between two
     lists, other tasks of the event loop have their turn."""

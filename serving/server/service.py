@@ -235,7 +235,7 @@ class Service:
             await self.finished(answers, answers.accepted())
             response: Response = EventStream(writer, partial(self.finished, answers))
         else:
-            response = WholeAnswer(await self.finished(answers, writer.whole()))
+            response = WholeAnswer(*await self.finished(answers, writer.whole()))
         if answers.unenforced:
             response.headers["X-Unenforced"] = ", ".join(answers.unenforced)
         return response

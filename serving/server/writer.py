@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +47,8 @@ PROBE_SECONDS = 0.5  # between two writes that show whether a client that has st
 SILENCE = 10.0  # Seconds without an event until a stream sends a comment. Proxies give up after 30 s or more.
 WAITING = b": waiting\n\n"
 _encode = msgspec.json.Encoder().encode
-_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`
+_MARK = secrets.token_hex(16)  # a placeholder for the text of a chunk, see `_text_event`, and for lists
+_LIST = re.compile(rf'"{_MARK}(\d+)"'.encode())
 _LARGE = 1 << 18  # bytes of an answer that are sent before other clients have their turn
 
 
@@ -56,7 +57,7 @@ def encode_json(value: object) -> bytes:
     try:
         return _encode(value)
     except OverflowError:
-        return json.dumps(value, default=msgspec.json.decode).encode()  # the default reads a `msgspec.Raw`
+        return json.dumps(value).encode()
 
 
 def json_response(value: object) -> Response:
@@ -208,12 +209,13 @@ class Writer(ABC):
         self._scored = asked.prompt_logprobs
         self._usage_last = bool(asked.stream_options and asked.stream_options.include_usage)
         self._prompts: dict[int, Pieces] = {}  # number of a prompt -> its log-probabilities
+        self._lists_left: list[bytearray] = []  # lists that are still to be put into the JSON
         self.head: dict[str, Any] = {"id": f"{self.kind}-{new_id()}", "created": created(), "model": model}
         self._said: dict[int, Said] = {}  # by the number of the choice
         self._around: dict[int, list[bytes]] = {}  # choice -> the JSON of a chunk before and after its text
 
-    async def whole(self) -> bytes:
-        """Return the JSON of the whole answer. The text is the same as in a stream."""
+    async def whole(self) -> list[bytes | bytearray]:
+        """Return the JSON of the whole answer, in pieces. The text is the same as in a stream."""
         while not self.answers.finished:
             for delta in await self.answers.take():
                 await self._prepare(delta)
@@ -223,7 +225,7 @@ class Writer(ABC):
                         said.put(piece)
                 if lists := self._lists(delta):
                     append(said.scores, lists)
-        return self._whole([self._said[index] for index in sorted(self._said)])
+        return self._filled(self._whole([self._said[index] for index in sorted(self._said)]))
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield the events of the stream, except the final `last`. If another server could continue the answer, yield
@@ -234,8 +236,8 @@ class Writer(ABC):
             deltas = await self.answers.take(singly=bool(replay))
             for delta in deltas:
                 await self._prepare(delta)
-            events = b"".join(map(make, deltas))
-            for part in [events] if replay else in_parts(events):
+            events = self._filled(b"".join(map(make, deltas)))
+            for part in [b"".join(events)] if replay else in_parts(events):
                 yield part
         if self._usage_last:
             yield event(self._json([], self._usage()))
@@ -251,6 +253,18 @@ class Writer(ABC):
         if count is not None and index not in self._prompts:
             prompt, (_, tops) = self.answers.prompts[index].tolist(), self.answers.scores[index]
             self._prompts[index] = await prompt_logprobs(self._shown_by, prompt, tops, count)
+
+    def _written(self, pieces: Pieces) -> dict[str, list[str]]:
+        """Return placeholders, which `_filled` replaces, because encoding long lists would delay other clients."""
+        self._lists_left += pieces.values()
+        return {name: [f"{_MARK}{at}"] for at, name in enumerate(pieces, len(self._lists_left) - len(pieces))}
+
+    def _filled(self, data: bytes) -> list[bytes | bytearray]:
+        """Replace the placeholders in `data` (JSON or events) by the lists of `_written`. Returns the pieces."""
+        pieces: list[bytes | bytearray] = [*_LIST.split(data)] if self._lists_left else [data]
+        pieces[1::2] = [self._lists_left[int(number)] for number in pieces[1::2]]
+        self._lists_left.clear()
+        return pieces
 
     def _lists(self, delta: Delta) -> dict[str, list[Any]]:
         """Return the lists of log-probabilities that an answer shows for new tokens."""
@@ -400,23 +414,31 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": filler, "more_body": True})
 
 
-def in_parts(data: bytes) -> list[bytes]:
-    """Cut data into parts of _LARGE bytes; the last may be smaller. Without bytes there is no part."""
-    return [data[at : at + _LARGE] for at in range(0, len(data), _LARGE)]
+def in_parts(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """Join and cut pieces into parts of _LARGE bytes; the last may be smaller. Without bytes there is no part."""
+    part = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), _LARGE):
+            part += memoryview(piece)[at : at + _LARGE]
+            if len(part) >= _LARGE:
+                yield bytes(part[:_LARGE])
+                del part[:_LARGE]
+    if part:
+        yield bytes(part)
 
 
 class WholeAnswer(Response):
     """A complete JSON response, sent in parts, so that other tasks of the event loop can run. `pieces` make up its
     content."""
 
-    def __init__(self, *pieces: bytes) -> None:
+    def __init__(self, *pieces: bytes | bytearray) -> None:
         super().__init__(media_type="application/json")
         self.headers["content-length"] = str(sum(map(len, pieces)))
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in (part for piece in self._pieces for part in in_parts(piece)):
+        for part in in_parts(self._pieces):
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from megakernel.serving.server import client, errors, fields, limits, requests, writer
 from megakernel.serving.server.requests import Strict
-from megakernel.serving.server.scores import written
 from megakernel.serving.server.service import Served, Tools
 from megakernel.serving.text.codec import Conversation
 from megakernel.serving.text.tool_calls import Piece
@@ -266,7 +265,7 @@ class _ChatWriter(writer.Writer):
             {
                 "index": said.index,
                 "message": self._message(said),
-                "logprobs": written(said.scores) or None,
+                "logprobs": self._written(said.scores) or None,
                 "finish_reason": said.reason or "length",
                 "stop_reason": said.last.stop_reason,
                 "token_ids": self.answers.transcripts[said.index].token_ids if self._shows_ids else None,
@@ -274,7 +273,7 @@ class _ChatWriter(writer.Writer):
             for said in choices
         ]
         ids = self.answers.prompts[0].tolist() if self._shows_ids else None
-        scores = written(self._prompts.get(0, {})).get("prompt")
+        scores = self._written(self._prompts.get(0, {})).get("prompt")
         return self._json(shown, self._usage(), whole=True, prompt_token_ids=ids, prompt_logprobs=scores)
 
     def _message(self, said: writer.Said) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, NUMBER, Choices, Prompt, TopCount, contradiction, prompt_list
-from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest, written
+from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest
 from megakernel.serving.server.service import Served, Service
 from megakernel.serving.server.writer import Said, Writer, event
 
@@ -104,7 +104,7 @@ class _CompletionWriter(Writer):
         for said in choices:
             last, ids = replace(said.last, text=said.text("content")), self.answers.transcripts[said.index].token_ids
             choice = self._choice_of(last, ids, said.scores)
-            shown.append(choice | {"prompt_logprobs": written(self._prompts.get(said.prompt, {})).get("prompt")})
+            shown.append(choice | {"prompt_logprobs": self._written(self._prompts.get(said.prompt, {})).get("prompt")})
         return self._json(shown, self._usage(), whole=True)
 
     async def _prepare(self, delta: Delta) -> None:
@@ -152,7 +152,7 @@ class _CompletionWriter(Writer):
         return self._plain(
             delta.index,
             before + delta.text,
-            logprobs=written(logprobs) or None,
+            logprobs=self._written(logprobs) or None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=ids if self._shows_ids else None,

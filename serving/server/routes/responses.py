@@ -266,7 +266,7 @@ class _ResponseWriter(writer.ItemWriter):
         if item.kind == "call":
             call = {"call_id": f"call_{item.id}", "name": item.name, "arguments": item.text}
             return {"id": _id(item), "type": "function_call", "status": status, **call}
-        part = _part(item.text, None if self.body.shown is None else scores.written(self._scores).get("content", []))
+        part = _part(item.text, None if self.body.shown is None else self._written(self._scores).get("content", []))
         return {"id": _id(item), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
     def _response(self, reason: client.FinishReason | None) -> dict[str, Any]:

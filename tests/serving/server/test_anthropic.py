@@ -198,7 +198,7 @@ def test_text_and_calls_are_items_in_order_streamed_or_whole(parts: list[tuple[s
     async def streamed() -> bytes:
         return b"".join([events async for events in writer().chunks()])
 
-    whole, events = json.loads(asyncio.run(writer().whole())), events_of(asyncio.run(streamed()))
+    whole, events = json.loads(b"".join(asyncio.run(writer().whole()))), events_of(asyncio.run(streamed()))
     if body is MessagesRequest:
         shown = [block.get("text") or block["input"] for block in whole["content"]]
         told = [event["delta"] for event in events if event["type"] == "content_block_delta"]

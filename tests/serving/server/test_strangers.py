@@ -56,8 +56,8 @@ def test_a_stream_begins_before_tokens(null: Live, monkeypatch: pytest.MonkeyPat
             seen += sock.recv(1000)
 
 
-async def joined(parts: Any) -> bytes:
-    return b"".join([part async for part in parts])
+async def listed(parts: Any) -> list[bytes]:
+    return [part async for part in parts]
 
 
 PROMPT = [65] * 3000
@@ -106,14 +106,16 @@ def test_long_answers_leave_other_clients_their_turn(
         for index in range(n * tokens):
             answers.put(Token(index % n, 65, -1.0, best, "length" if index >= n * (tokens - 1) else None, 1.0))
         one = make(answers, tokenizer, top, n=n, stop=stop, prompt_logprobs=None if stream else top)
-        writing = asyncio.ensure_future(joined(one.chunks()) if stream else one.whole())
+        writing = asyncio.ensure_future(listed(one.chunks()) if stream else one.whole())
         while not writing.done():
             work["most"] = max(work["most"], work.pop("units", 0))
             await asyncio.sleep(0)
         return writing.result()
 
-    said = asyncio.run(run())
-    assert b"".join(in_parts(said)) == said and max(map(len, in_parts(said))) <= writer._LARGE
+    parts = asyncio.run(run())
+    said = b"".join(parts)
+    assert stream or sum(len(part) for part in parts if isinstance(part, bytes)) <= 10_000 * n  # written in one turn
+    assert b"".join(in_parts(parts)) == said and max(map(len, in_parts(parts))) <= writer._LARGE
     work["most"] = max(work["most"], work["units"])
     assert 0 < work["most"] <= 2.5 * client.MOST_WORK
     assert said.count(json.dumps(tokenizer.decode([65]), ensure_ascii=False).encode()) > n * tokens or top == 0
