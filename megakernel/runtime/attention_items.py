@@ -83,8 +83,8 @@ def deal_items(dims: Dims, seq: Ints, start: Ints, count: Ints) -> Dealt:
     """Compute the attention items of every rank. A chunk is the tokens of a sequence in this step: chunk i has
     `count[i]` rows of sequence `seq[i]`, from position `start[i]` on. Chunks must be in row order.
 
-    If there is no room for more partial results, fewer KV-head groups are cut between KV blocks. Raises MegakernelError
-    if there are more items than the program allows. One item per token row and three per slot are always enough.
+    If there is no room for more partial results, fewer sequences are divided among several items. Raises
+    MegakernelError if there are more items than the program allows. Token rows + 3 × slots are always enough items.
     """
     by_heads = {rank.split.rank_kv_heads: rank for rank in dims.ranks if rank.split.rank_kv_heads}
     return {heads: _deal(rank, seq, start, count) for heads, rank in by_heads.items()}

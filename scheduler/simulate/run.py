@@ -89,8 +89,8 @@ def extrapolated_seconds(program: Program, machine: Machine, table: StepTable, m
 
 
 def _own(program: Program, costs: TaskCosts) -> TaskCosts:
-    """Return `costs` adapted to a program. The GPU interpreter may be built specially for it, with other machine code.
-    On GPUs, only loaders of dot products limit the bytes in flight (csrc/cuda/loaders.h)."""
+    """Return `costs` adapted to a program: paths through the GPU interpreter's code differ between its builds, and on
+    GPUs, bytes in flight have a limit only if the program has dot products (csrc/cuda/loaders.h)."""
     if costs.paths:
         paths = own_paths(program.dims, costs.paths)
         signal_s = costs.signal_s + paths["hand_off"].cold - costs.paths["hand_off"].cold
