@@ -100,10 +100,10 @@ class LimitedProcess:
         if not line.endswith("\n"):  # a process that is killed may have written a part of its answer
             _end(process)
             if process.returncode == -signal.SIGPROF:
-                raise Ended(f"a grammar or template may take at most {self._seconds} s of processor time: simplify it")
+                raise Ended(f"the grammar or template takes more than {self._seconds} s of processor time: simplify it")
             if process.returncode in (-signal.SIGKILL, -signal.SIGTERM):
                 raise _Killed(f"a helper process was killed, or did not answer for {self._seconds * _PATIENCE:g} s")
-            raise Ended(f"a grammar or template may need at most {self._memory_bytes >> 20} MiB of memory: simplify it")
+            raise Ended(f"the grammar or template needs more than {self._memory_bytes >> 20} MiB: simplify it")
         [(kind, text)] = json.loads(line).items()
         if kind == "broken":
             _end(process)
