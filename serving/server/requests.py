@@ -95,6 +95,13 @@ def _no_flags(value: Any) -> Any:
     return value
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool) and value not in ("true", "false"):
+        raise PydanticCustomError("flag", "must be true or false")
+    return value in (True, "true")
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]  # pydantic alone would also take texts such as "on", and 1
 NUMBER = BeforeValidator(_no_flags)  # after the Field with the bounds: otherwise, the JSON schema lacks the bounds
 TopCount = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), NUMBER]
 NewTokens = Annotated[int, Field(ge=1, le=INT32, description="default: up to the context limit"), NUMBER]
@@ -116,7 +123,7 @@ Bias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100), NUMBER]],
     Field(max_length=MAX_BIAS, json_schema_extra={"additionalProperties": False}),
 ]
-AddSpecial = Annotated[bool, Field(description="add the BOS token; default: true for text, false for messages")]
+AddSpecial = Annotated[Flag, Field(description="add the BOS token; default: true for text, false for messages")]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
@@ -183,7 +190,7 @@ class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class ResponseFormat(Strict):
@@ -217,7 +224,7 @@ class StructuredOutputs(Strict):
     regex: Text | None = None
     choice: _Texts | None = None
     grammar: Text | None = None
-    json_object: bool | None = None
+    json_object: Flag | None = None
 
 
 class Body(Strict):
@@ -261,11 +268,11 @@ class Sampled(Truncated):
     logit_bias: Bias | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS), NUMBER] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32), NUMBER] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: Annotated[bool, Field(description="leave out special tokens; default: true")] | None = None
-    stream: bool | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Annotated[Flag, Field(description="leave out special tokens; default: true")] | None = None
+    stream: Flag | None = None
 
     @property
     def shown(self) -> int | None:
@@ -299,7 +306,7 @@ class StreamOptions(Strict):
     where = "stream_options"
     ignored = OF_STREAM_OPTIONS
 
-    include_usage: bool | None = None
+    include_usage: Flag | None = None
 
 
 class Choices(Sampled):
@@ -309,8 +316,8 @@ class Choices(Sampled):
     prompt_logprobs: TopCount | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: AddSpecial | None = None
-    return_token_ids: Annotated[bool, Field(description="also return `token_ids`")] | None = None
-    return_tokens_as_token_ids: Annotated[bool, Field(description="write `token_id:N` for text")] | None = None
+    return_token_ids: Annotated[Flag, Field(description="also return `token_ids`")] | None = None
+    return_tokens_as_token_ids: Annotated[Flag, Field(description="write `token_id:N` for text")] | None = None
 
     structured_outputs: StructuredOutputs | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), NUMBER] | None = None

@@ -114,7 +114,7 @@ _CHOICES: dict[str, Mode] = {"none": "none", "auto": "auto", "any": "required"}
 class MessagesToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: requests.Flag | None = None
 
     @model_validator(mode="after")
     def _tool_has_a_name(self) -> Self:

@@ -37,7 +37,7 @@ class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: requests.Flag | None = None
 
 
 class Tool(Strict):
@@ -155,8 +155,8 @@ class Templated(Strict):
     """A conversation, and how the model's chat template turns it into a prompt."""
 
     messages: Messages
-    add_generation_prompt: Annotated[bool, Field(description="begin a new answer; usually true")] | None = None
-    continue_final_message: Annotated[bool, Field(description="continue the last message")] | None = None
+    add_generation_prompt: Annotated[requests.Flag, Field(description="begin a new answer; usually true")] | None = None
+    continue_final_message: Annotated[requests.Flag, Field(description="continue the last message")] | None = None
     chat_template_kwargs: requests.TemplateValues | None = None
     reasoning_effort: Annotated[str, Field(description="a variable for the template; none: no thinking")] | None = None
     reasoning: Annotated[Reasoning, Field(description="reasoning.effort is reasoning_effort")] | None = None
@@ -208,11 +208,11 @@ class ChatRequest(Templated, requests.Choices):
 
     max_completion_tokens: requests.NewTokens | None = None
     max_tokens: requests.NewTokens | None = None  # the older name of max_completion_tokens
-    logprobs: bool | None = None
+    logprobs: requests.Flag | None = None
     top_logprobs: requests.TopCount | None = None
-    echo: Annotated[bool, Field(description="repeat the last message if the assistant wrote it")] | None = None
+    echo: Annotated[requests.Flag, Field(description="repeat the last message if the assistant wrote it")] | None = None
     tool_choice: Annotated[Mode | Tool | AllowedChoice | None, TOOL_CHOICE] = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: requests.Flag | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

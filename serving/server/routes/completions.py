@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from megakernel.model.tokenizer import TextStream
 from megakernel.serving.engine.sampling import TokenIds
+from megakernel.serving.server import requests
 from megakernel.serving.server.client import Delta
 from megakernel.serving.server.requests import INT32, NUMBER, Choices, Prompt, TopCount, contradiction, prompt_list
 from megakernel.serving.server.scores import Pieces, append, completion_logprobs, in_turns, likeliest
@@ -26,7 +27,7 @@ class CompletionRequest(Choices):
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=0, le=INT32, description=f"default: {_DEFAULT_TOKENS}"), NUMBER] | None = None
-    echo: bool | None = None
+    echo: requests.Flag | None = None
     logprobs: TopCount | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32, description="max_tokens"), NUMBER] | None = None
 

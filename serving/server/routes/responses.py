@@ -89,7 +89,7 @@ class ResponseTool(Strict):
     name: chat.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: requests.Flag | None = None
 
     def chosen(self) -> tuple[str, list[str]]:
         return "named", [self.name]
@@ -127,7 +127,7 @@ class ResponsesRequest(requests.Sampled):
     text: TextConfig | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=limits.MAX_TOOLS), chat.CALLABLE] | None = None
     tool_choice: Annotated[chat.Mode | ResponseTool | AllowedChoice | None, chat.TOOL_CHOICE] = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: requests.Flag | None = None
     reasoning: chat.Reasoning | None = None
     metadata: Annotated[dict[str, str], Field(description="returned unchanged with the answer")] | None = None
 

@@ -109,6 +109,7 @@ def test_ignored_fields_take_any_value_and_unknown_ones_are_named(live: Live, bo
         (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
         (COMPLETIONS, {"stop_token_ids": [1, True]}, "stop_token_ids", "must have only numbers"),
         (CHAT, {"temperature": False}, "temperature", "must be a number, not False"),
+        (CHAT, {"stream": "on"}, "stream", "must be true or false, not 'on'"),
         (RESPONSES, {"previous_response_id": "resp-1"}, "previous_response_id", "this server stores nothing"),
         (RESPONSES, {"input": []}, "input", "must have at least 1 item"),
         (
