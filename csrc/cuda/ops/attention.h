@@ -147,8 +147,9 @@ class AttentionItem {
       }
       if constexpr (kWide) pages_.skip(2 * (parts() - 1 - part()));
       if (split) {
-        const QueryRows q = query_rows(here(own), first);
-        tile.store_block([&](int i) { return partial(q.row(i), own, q.head(i), block); }, part());
+        const int head = here(own);
+        const QueryRows q = query_rows(head, first);
+        tile.store_block([&](int i) { return partial(q.row(i), head, q.head(i), block); }, part());
       }
       pages_.skip((heads - 1 - before) * kv_pages(d_));
     }
