@@ -35,9 +35,9 @@ def place(segment: list[PhaseTasks], dims: Dims, machine: Machine, options: Opti
     both resources are busy. Norms, reductions and sampling between two stages are placed well after the producers of
     their inputs and well before their consumers. So neither they nor the consumers wait.
 
-    Panels alternate only with `options.interleave`. On a single GPU, those of other matmuls have as many row blocks as
-    have inputs that fill half of the L2 cache, and so stay there while weights stream through it, if these are more
-    than `options.panel`. There are at least three panels, because neighbouring phases overlap."""
+    Panels alternate only with `options.interleave`. On a single GPU, a matmul whose panels do not alternate may have
+    larger ones than `options.panel`: their inputs fill half of the L2 cache, so they stay there while weights stream
+    through it. There are at least three panels, because neighbouring phases overlap."""
     kind = ordinals(segment)
     blocks = panel_blocks(dims, machine, options.panel)
     total = max(int(tasks.block.max()) for tasks in segment) + 1

@@ -25,7 +25,7 @@ from record import options, text, write
 
 from megakernel import LLM, SamplingParams
 from megakernel.model import ModelConfig, RandomCheckpoint
-from megakernel.serving.server.client import single_tokens
+from megakernel.serving.text.codec import single_tokens
 
 TINY = RandomCheckpoint(
     "tiny", ModelConfig(vocab=512, hidden=64, ffn=128, layers=1, heads=4, kv_heads=2, head_dim=16, max_context=2048), 0

@@ -18,7 +18,7 @@ from .options import MODEL_RUN, open_llm, verb
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, SamplingParams
-    from megakernel.serving.server.client import Token
+    from megakernel.serving.text.codec import Token
 
 Messages = list[dict[str, str]]
 

@@ -14,7 +14,7 @@ from .options import MODEL_RUN, open_llm, verb
 
 if TYPE_CHECKING:
     from megakernel.serving import LLM, RequestOutput, SamplingParams
-    from megakernel.serving.server.client import Token
+    from megakernel.serving.text.codec import Token
 
 MAX_TOKENS = 256  # enough for an answer; the API's default of 16 cuts answers off
 _PROMPT = """

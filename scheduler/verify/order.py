@@ -2,13 +2,13 @@
 
 An event is one execution of an instruction, or a virtual event. It begins when the counters that it waits for have
 reached their totals, and it signals when it ends. A stream is the list of instructions of one worker. The events of a
-stream begin in order and end in order, but an event may begin before the previous one ends. Virtual
-events stand for work that the step table, the inputs of a step, gives to different instructions in each step:
+stream begin in order and end in order, but an event may begin before the previous one ends. Virtual events stand for
+work that a step's inputs, the step table, may give to any of several instructions:
 
 item    the attention of one row block and KV-head group, in one layer and on one rank. It begins when the counters
         are complete for which attention instructions wait. When it ends, it signals the counter of its row block. This
-        signal proves only that this item has ended, because of several instructions that divide the KV blocks of a row
-        among themselves, only the last to end signals.
+        signal proves only that this item has ended. If instructions divide the KV blocks of a row among themselves,
+        only the instruction that ends last signals, for all of them.
 read    the read of one logit row in a row block, by a norm of logit rows on one rank. It follows the row block's
         counter.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Annotated, Any
@@ -203,7 +204,7 @@ def _chat_page() -> str:
 def _corrected(app: FastAPI, service: Service) -> dict[str, Any]:
     """Return the OpenAPI schema that FastAPI makes once, without status 422, which this server does not use, and with
     the API key if the server requires one."""
-    schema = app.openapi()
+    schema = deepcopy(app.openapi())  # several threads may do this at once
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
     if service.access.keys:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from megakernel.model.tokenizer import Tokenizer
-from megakernel.serving.server.client import MOST_WORK, Token
+from megakernel.serving.server.client import MOST_WORK
+from megakernel.serving.text.codec import Token
 
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode

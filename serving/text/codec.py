@@ -1,22 +1,127 @@
-"""Converts conversations to token ids, and says how a model's answer is read: as text, as calls of tools, or by
-channels. The engine handles token ids only."""
+"""Converts text to token ids and back, and finds stop strings. The engine handles token ids only. Its results become
+text outside of its thread, so the conversion never delays a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from megakernel.errors import MegakernelError
 from megakernel.model import load_tokenizer
-from megakernel.model.tokenizer import Limit, Tokenizer, UnknownTokenizer
-from megakernel.serving.engine.sampling import SamplingParams, StructuredOutputsParams
-from megakernel.serving.server.client import Transcript
+from megakernel.model.tokenizer import Limit, TextStream, Tokenizer, UnknownTokenizer
+from megakernel.serving.engine.sampling import FINISH, SamplingParams, StructuredOutputsParams, Tokens
 from megakernel.serving.text.channels import ChannelReader
-from megakernel.serving.text.tool_calls import CallReader, Functions, Reader
+from megakernel.serving.text.tool_calls import CallReader, Functions, Reader, beginning
 from megakernel.serving.text.tool_formats import CallsGrammar, ToolFormat, tool_format, with_tools
+
+_NO_TOP: dict[int, float] = {}
+
+
+class Token(msgspec.Struct, gc=False):
+    """One generated token. `choice` is the number of its choice (completion), and `at` the time at which its step
+    ended. If requested, `top_logprobs` has the log-probabilities of the most likely ids and of this token's id."""
+
+    choice: int
+    token_id: int
+    logprob: float
+    top_logprobs: dict[int, float]
+    finish_reason: str | None
+    at: float
+
+
+def single_tokens(tokens: Tokens) -> Iterator[Token]:
+    """Yield the tokens of a step."""
+    columns = (tokens.choice, tokens.token_id, tokens.logprob, tokens.finish)
+    top, at = tokens.top, tokens.at
+    for i, (choice, token, logprob, finish) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        yield Token(choice, token, logprob, top.get(i, _NO_TOP), FINISH[finish], at)
+
+
+class Transcript:
+    """Collects the tokens of one choice (completion) and their text. `decoder` converts ids to text; without it `text`
+    is None. `keeps` says whether log-probabilities are collected too.
+
+    `text` ends before the first stop string, or after it if the request asks for that. If the `finish_reason` of the
+    transcript is `stop` but the last token has no finish reason, a stop string was found. The caller must then call
+    `Engine.stop`. Tokens that arrive later are dropped."""
+
+    def __init__(self, params: SamplingParams, decoder: TextStream | None, keeps: bool = True) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # the stop string or the id of `stop_token_ids` at the end, if any
+        self.first_at = self.last_at = 0.0  # times of the first and the last token, 0 before the first
+        self._min_tokens, self._matchers = params.min_tokens, [_Matcher(stop) for stop in params.stop_strings]
+        self._stop_ids, self._keeps_end = params.stop_token_ids, params.include_stop_str_in_output
+        self._decoder, self._keeps = decoder, keeps
+        self._text = ""
+        self._shown = 0  # number of characters of the text that `add` has returned so far
+
+    @property
+    def text(self) -> str | None:
+        return self._text if self._decoder else None
+
+    def add(self, token: Token) -> str:
+        """Append a token. Returns the new text, without an ending that may turn out to be part of a stop string. A stop
+        token has no text, unless include_stop_str_in_output is set."""
+        if self.finish_reason is not None:
+            return ""
+        self.token_ids.append(token.token_id)
+        if self._keeps:
+            self.logprobs.append(token.logprob)
+            self.top_logprobs.append(token.top_logprobs)
+        self.first_at, self.last_at = self.first_at or token.at, token.at
+        self.finish_reason = token.finish_reason
+        unseen = False  # whether this token adds nothing to the text
+        if token.finish_reason == "stop":
+            unseen = not self._keeps_end
+            self.stop_reason = token.token_id if token.token_id in self._stop_ids else None
+        if self._decoder is None:
+            return ""
+        piece = "" if unseen else self._decoder.add(token.token_id)
+        if token.finish_reason is not None:
+            piece += self._decoder.finish()  # the rest of the text, if its last character is incomplete
+        if not self._matchers:
+            self._text += piece
+            return piece
+        if self._append(piece):
+            self.finish_reason = "stop"
+        held = max(one.matched for one in self._matchers) if self.finish_reason is None else 0
+        before, self._shown = self._shown, max(self._shown, len(self._text) - held)
+        return self._text[before : self._shown]
+
+    def _append(self, piece: str) -> bool:
+        """Append `piece` to the text. If the text now contains a stop string, end the text there and return True."""
+        self._text += piece
+        found = [(one.read(self._text, len(piece)), one.stop) for one in self._matchers]
+        ends = [end for end in found if end[0] >= 0]
+        if not ends or len(self.token_ids) < self._min_tokens:
+            return False
+        at, stop = min(ends)
+        self._text = self._text[: at + len(stop) * self._keeps_end]
+        self.stop_reason = stop
+        return True
+
+
+class _Matcher:
+    """Finds a stop string in a text that grows. `matched` is the length of the longest suffix of the text that is a
+    proper prefix of `stop`."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.matched = stop, 0
+
+    def read(self, text: str, new: int) -> int:
+        """Read a text whose last `new` characters are new. Returns the position of the first stop string that ends in
+        the new characters, or -1. The number of comparisons does not grow with the stop string, because `matched` grows
+        by at most `new`."""
+        self.matched = beginning(text, self.stop, self.matched + new)
+        return text.find(self.stop, max(0, len(text) - new - len(self.stop) + 1))
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from megakernel.serving.engine.request import VERIFIED_ROWS
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation, StepTimes
-from megakernel.serving.server.client import Token, single_tokens
-from megakernel.serving.text.codec import Codec, Conversation
+from megakernel.serving.text.codec import Codec, Conversation, Token, single_tokens
 from megakernel.serving.text.engine_args import EngineArgs
 from megakernel.serving.text.vllm import Question, RequestOutput, as_conversations, as_prompts
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megakernel.errors import MegakernelError
 from megakernel.model.tokenizer import Tokenizer
 from megakernel.serving.engine.sampling import SamplingParams
-from megakernel.serving.server.client import Transcript
+from megakernel.serving.text.codec import Transcript
 
 
 class Logprob(NamedTuple):

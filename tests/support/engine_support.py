@@ -24,7 +24,7 @@ from megakernel.serving.engine.programs import Programs
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
 from megakernel.serving.engine.speculation import Speculation
-from megakernel.serving.server.client import Transcript, single_tokens
+from megakernel.serving.text.codec import Transcript, single_tokens
 
 CONFIG = ModelConfig(vocab=64, hidden=16, ffn=24, layers=1, heads=2, kv_heads=1, head_dim=8, max_context=256)
 EOS = 63

@@ -16,8 +16,8 @@ from megakernel.scheduler import passes
 from megakernel.serving.engine.engine import Engine, top_logprobs
 from megakernel.serving.engine.memory import kv_capacity, pool_bytes, token_bytes, weight_bytes
 from megakernel.serving.engine.programs import bucket
-from megakernel.serving.server.client import Token, Transcript, single_tokens
 from megakernel.serving.server.loop import _some
+from megakernel.serving.text.codec import Token, Transcript, single_tokens
 
 
 def finish(engine: Engine) -> dict[int, list[Token]]:

@@ -17,8 +17,8 @@ from megakernel.runtime.steps import Steps
 from megakernel.serving.engine.engine import Engine
 from megakernel.serving.engine.request import ROOT, Request, page_hash
 from megakernel.serving.engine.scheduler import PagePool
-from megakernel.serving.server.client import single_tokens
 from megakernel.serving.text import llm as llm_module
+from megakernel.serving.text.codec import single_tokens
 
 PAGE = 16
 

@@ -16,7 +16,7 @@ from megakernel.serving.engine import mask_time
 from megakernel.serving.engine.grammars import Words
 from megakernel.serving.engine.request import Request
 from megakernel.serving.engine.scheduler import SCORED_ROWS
-from megakernel.serving.server.client import single_tokens
+from megakernel.serving.text.codec import single_tokens
 
 now = 0.0  # the seconds that steps and masks have taken so far
 

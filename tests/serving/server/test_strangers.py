@@ -25,12 +25,12 @@ from megakernel.model import load_tokenizer
 from megakernel.model.tokenizer import Limit, TooLong
 from megakernel.serving.engine.sampling import SamplingParams
 from megakernel.serving.server import client, scores, writer
-from megakernel.serving.server.client import Answers, Token, Transcript
+from megakernel.serving.server.client import Answers
 from megakernel.serving.server.frontend import listen, listen_on_path
 from megakernel.serving.server.routes.chat import ChatRequest, _ChatWriter
 from megakernel.serving.server.routes.completions import CompletionRequest, _CompletionWriter
 from megakernel.serving.server.writer import WAITING, EventStream, Writer, in_parts
-from megakernel.serving.text.codec import Codec
+from megakernel.serving.text.codec import Codec, Token, Transcript
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"

@@ -57,7 +57,7 @@ def test_a_chat_request_passes_the_files_that_the_architecture_lists(model: str)
     # While the launch runs, the engine plans the next step, which is no part of the way back.
     back = files(engine[ended.index(True) :], frontend[read.index(True) : len(written) - written[::-1].index(True)])
     assert there == listed("to the launch") and len(there) <= 15
-    assert back == listed("back") and len(back) <= 8
+    assert back == listed("back") and len(back) <= 9
 
 
 def source(frame: FrameType) -> str:

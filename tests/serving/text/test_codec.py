@@ -17,8 +17,7 @@ from tokenizer_support import ggml, loaded, spm_keys
 from tokenizers import decoders, models, normalizers, processors
 
 from megakernel import LLM, SamplingParams
-from megakernel.serving.server.client import Token, Transcript, _Matcher
-from megakernel.serving.text.codec import Codec, Conversation
+from megakernel.serving.text.codec import Codec, Conversation, Token, Transcript, _Matcher
 
 WORDS = ("▁The", "▁capital", "▁is", "▁Paris", "▁", *"TheCapitlsoPr")
 KEYS = spm_keys(*WORDS)
