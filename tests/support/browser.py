@@ -128,9 +128,12 @@ def browser(width: int = 1600, height: int = 900) -> Iterator[Browser]:
     """Start chromedriver and a browser with an empty profile, yield the browser, and stop both afterwards."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        driver = subprocess.Popen(["chromedriver", "--port=0"], **quiet)  # type: ignore[call-overload]
+        for _ in range(3):  # once in hundreds of times, chromedriver ends before it has a port
+            driver = subprocess.Popen(["chromedriver", "--port=0"], **quiet)  # type: ignore[call-overload]
+            found = (re.search(r"on port (\d+)\.", line) for line in driver.stdout)
+            if port := next((int(one[1]) for one in found if one), 0):
+                break
         try:
-            port = next(int(found[1]) for line in driver.stdout if (found := re.search(r"on port (\d+)\.", line)))
             session = Browser(port, width, height, profile)
             try:
                 yield session
